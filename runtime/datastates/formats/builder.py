@@ -1,0 +1,79 @@
+"""Grow a file image from front to back."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from datastates.engine.image import CPU, Checksum, Digest, FileImage, Literal, Memory
+from datastates.formats import device
+
+Describe: TypeAlias = "Callable[[torch.UntypedStorage | torch.Tensor], tuple[bool, str]]"
+"""Asked for each piece of tensor memory: does it hold still until the fence, and what should a message call it ("": the format's own name)."""
+
+INLINE_BYTES = 2048
+"""Host memory up to this size is kept as literal bytes at once: one part for many small tensors, and no later checksum."""
+
+
+class CannotImage(Exception):
+    """The object has something whose file cannot be imaged exactly. The caller leaves it to the stock writer; the text says why."""
+
+
+class ImageBuilder:
+    """Appends parts; neighbouring literal bytes become one part. ``offset`` is where the next byte goes."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._image = FileImage(0)
+        self._pending: list[bytes] = []
+        self._pending_start = 0
+
+    def literal(self, data: bytes) -> None:
+        self._pending.append(data)
+        self.offset += len(data)
+
+    def memory(
+        self, address: int, nbytes: int, owner: Any, place: device.Place, description: tuple[bool, str]
+    ) -> None:
+        self._flush()
+        still, name = description
+        part = Memory(self.offset, address, nbytes, owner, still, name, place.device, place.stream)
+        self._image.memory.append(part)
+        self._skip(nbytes)
+
+    def checksum(self, start: int, end: int) -> None:
+        self._flush()
+        self._image.checksums.append(Checksum(self.offset, start, end))
+        self._skip(4)
+
+    def digest(self, ranges: list[tuple[int, int]]) -> None:
+        self._flush()
+        self._image.digests.append(Digest(self.offset, ranges))
+        self._skip(20)
+
+    def finish(self) -> FileImage:
+        self._flush()
+        self._image.size = self.offset
+        return self._image
+
+    def _skip(self, nbytes: int) -> None:
+        self.offset += nbytes
+        self._pending_start = self.offset
+
+    def _flush(self) -> None:
+        if self._pending:
+            data = b"".join(self._pending)
+            if data:
+                self._image.literals.append(Literal(self._pending_start, data))
+            self._pending.clear()
+        self._pending_start = self.offset
+
+
+def inline(address: int, nbytes: int, place: device.Place) -> bytes | None:
+    """The bytes themselves, if there are so few that a memory part would cost more than copying them."""
+    if nbytes > INLINE_BYTES or place.device != CPU:
+        return None
+    return ctypes.string_at(address, nbytes)
