@@ -1,0 +1,76 @@
+"""Writes that survive a power cut: temporary name, fsync, rename, fsync of the directory.
+
+After :func:`write_durably` returns, the path holds either what it held before or all of the new bytes, whatever happens to the process or
+the machine at any point. Modes follow the umask.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from pathlib import Path
+
+_NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace ``path`` with ``data``; its directory must exist. ``mode`` is cut by the umask.
+
+    Raises:
+        OSError: nothing was replaced, and the temporary file is gone (unless the directory's own fsync failed: then the new bytes are in
+            place but may not survive a power cut).
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        _write_new(temporary, data, mode)
+        os.replace(temporary, path)  # noqa: PTH105
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_directory(path.parent)
+
+
+def make_directories(path: Path) -> None:
+    """``mkdir -p``, each new directory durable in its parent before the next."""
+    if path.is_dir():
+        return
+    make_directories(path.parent)
+    try:
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+    fsync_directory(path.parent)
+
+
+def fsync_file(path: Path) -> None:
+    """Make a file durable that somebody else wrote."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable. File systems that cannot (some network and FUSE ones) are left to their own promises."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_DIRECTORY_FSYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _write_new(path: Path, data: bytes, mode: int) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+"""Names and paths below an output directory.
+
+::
+
+    <output_dir>/concurrent_checkpoint/      Root
+        checkpoint-200/                      CheckpointDir: exactly the files that stock Trainer writes, and
+            .ckpt/rank-0.json                a vote for each rank
+            .ckpt/manifest.json              published last: its presence, whole and matching, is the commit
+            .ckpt/abandoned.json             instead of it, when a save was given up
+            .ckpt/<attempt>-<n>.part         files that are not durable yet
+        .aside/200-<attempt>/                what was never committed, or stood in the way of a newer training
+        .run/run.json                        the newest run and its lineages
+        .run/events-rank0.jsonl              events with timings
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from datastates.store.durable import make_directories
+
+CHECKPOINT_ROOT = "concurrent_checkpoint"
+PRIVATE = ".ckpt"
+
+_CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
+_VOTE = re.compile(r"rank-(0|[1-9][0-9]*)\.json")
+
+
+def step_of(name: str) -> int | None:
+    """The step in ``checkpoint-<step>``, None for any other name."""
+    match = _CHECKPOINT.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def rank_of(name: str) -> int | None:
+    """The rank in ``rank-<rank>.json``, None for any other name."""
+    match = _VOTE.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointDir:
+    """One ``checkpoint-<step>`` directory. It need not exist. Use absolute paths: a training script may change directory."""
+
+    path: Path
+    step: int
+
+    @property
+    def private(self) -> Path:
+        return self.path / PRIVATE
+
+    @property
+    def manifest(self) -> Path:
+        return self.private / "manifest.json"
+
+    @property
+    def abandoned(self) -> Path:
+        return self.private / "abandoned.json"
+
+    def vote(self, rank: int) -> Path:
+        return self.private / f"rank-{rank}.json"
+
+    def temporary(self, attempt: str, n: int) -> Path:
+        """Where the ``n``-th file of an attempt is written until it is durable."""
+        return self.private / f"{attempt}-{n}.part"
+
+    def prepare(self) -> None:
+        """Make the directory and its private folder, durably. A folder without the private one is never deleted as a leftover."""
+        make_directories(self.private)
+
+    def relative(self, path: str | os.PathLike[str]) -> str:
+        """The name of a file of this checkpoint as votes and manifests spell it.
+
+        Raises:
+            ValueError: the path is not inside the checkpoint.
+        """
+        return Path(os.path.abspath(path)).relative_to(os.path.abspath(self.path)).as_posix()  # noqa: PTH100 - keeps symbolic links
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """A ``concurrent_checkpoint`` directory. It need not exist."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, output_dir: str | os.PathLike[str]) -> Root:
+        """The root of an output directory, with an absolute path."""
+        return cls(Path(os.path.abspath(output_dir)) / CHECKPOINT_ROOT)  # noqa: PTH100 - keeps symbolic links
+
+    @property
+    def aside(self) -> Path:
+        return self.path / ".aside"
+
+    @property
+    def run_dir(self) -> Path:
+        return self.path / ".run"
+
+    @property
+    def run_record(self) -> Path:
+        return self.run_dir / "run.json"
+
+    def events(self, rank: int) -> Path:
+        return self.run_dir / f"events-rank{rank}.jsonl"
+
+    def checkpoint(self, step: int) -> CheckpointDir:
+        return CheckpointDir(self.path / f"checkpoint-{step}", step)
+
+    def steps(self) -> list[int]:
+        """The steps that have a directory, committed or not, highest first; empty when there is no root."""
+        found = (step_of(entry.name) for entry in directories(self.path))
+        return sorted((step for step in found if step is not None), reverse=True)
+
+
+def directories(path: Path) -> list[os.DirEntry[str]]:
+    """The directories in ``path`` in order of their names; empty when it does not exist."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
