@@ -23,6 +23,7 @@ number of a save within it. Both are in every document, so an answer from anothe
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -55,7 +56,7 @@ REMOVED = ".removed"
 _STABLE_TRIES = 3
 
 
-class CommitAbandoned(Exception):
+class CommitAbandoned(Exception):  # noqa: N818 - an outcome of the protocol, not a fault
     """A save that will not be committed; ``reason`` says why in words for the log."""
 
     def __init__(self, reason: str) -> None:
@@ -151,7 +152,7 @@ def publish(
         if cancelled():
             raise CommitAbandoned("cancelled")
         if path not in entries:
-            entries[path] = _take_in(checkpoint, path, crc32)
+            entries |= _take_in(checkpoint, path, crc32)
     manifest = Manifest(
         attempt=first.attempt,
         save=first.save,
@@ -267,7 +268,7 @@ def _read_votes(checkpoint: CheckpointDir, pending: Collection[int]) -> Iterator
     """The votes of ``pending`` ranks that are there, or what is wrong with them; one listing finds all (and refreshes a network file
     system's idea of the directory)."""
     try:
-        present = {rank_of(name) for name in os.listdir(checkpoint.private)}
+        present = {rank_of(path.name) for path in checkpoint.private.iterdir()}
     except FileNotFoundError:
         return
     except OSError as error:
@@ -335,19 +336,21 @@ def _check_presence(checkpoint: CheckpointDir, entries: Iterable[FileEntry]) -> 
             raise CommitAbandoned(f"{entry.path} {problem}")
 
 
-def _take_in(checkpoint: CheckpointDir, name: str, crc32: Crc32) -> FileEntry:
-    """Make a file durable that somebody else wrote, and checksum it; it must hold still meanwhile."""
+def _take_in(checkpoint: CheckpointDir, name: str, crc32: Crc32) -> dict[str, FileEntry]:
+    """Make a file durable that somebody else wrote, and checksum it; it must hold still meanwhile. Nothing when it is gone again."""
     path = checkpoint.path / name
     for _ in range(_STABLE_TRIES):
-        before = path.lstat()
-        fsync_file(path)
         try:
+            before = path.lstat()
+            fsync_file(path)
             value = crc32_of_range(path, 0, before.st_size, crc32)
+            after = path.lstat()
+        except FileNotFoundError:
+            return {}
         except EOFError:
             continue
-        after = path.lstat()
         if (before.st_ino, before.st_size, before.st_mtime_ns) == (after.st_ino, after.st_size, after.st_mtime_ns):
-            return FileEntry(name, before.st_size, value)
+            return {name: FileEntry(name, before.st_size, value)}
     raise CommitAbandoned(f"{name} is still being written")
 
 
@@ -404,8 +407,10 @@ def _move_aside(root: Root, checkpoint: CheckpointDir, attempt: str, ending: str
             os.rename(checkpoint.path, target)  # noqa: PTH104
         except FileNotFoundError:
             return None
-        except FileExistsError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                continue
+            raise
         fsync_directory(root.path)
         return target
     raise FileExistsError(f"{root.aside} is full of {checkpoint.step}-{attempt}")

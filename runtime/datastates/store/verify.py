@@ -130,8 +130,11 @@ def _content_problem(entry: FileEntry, parts: list[_Part]) -> str | None:
 
 
 def _scan(directory: Path, prefix: str) -> Iterator[str]:
-    with os.scandir(directory) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
+    try:
+        with os.scandir(directory) as entries:
+            found = sorted(entries, key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
     for entry in found:
         name = prefix + entry.name
         if entry.is_dir(follow_symlinks=False):

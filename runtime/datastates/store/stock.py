@@ -1,0 +1,141 @@
+"""Whether a checkpoint that stock Trainer wrote is worth trying.
+
+Stock Trainer writes no checksums and no mark of completeness, so only the shape can be judged: what an interrupted save or a full disk
+leaves behind is recognised, changed bytes are not. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from datastates.store.layout import directories, step_of
+
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""Trainer's own mark while it saves on a signal."""
+
+_WEIGHTS = (
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "adapter_model.bin",
+    "pytorch_model_fsdp*/*.distcp",
+    "*/adapter_model.*",
+    "global_step*/*model_states.pt",
+)
+_TORCH = {".pt", ".pth", ".bin"}
+_ZIP_START = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
+_ZIP_TAIL = 22 + 0xFFFF
+_MAX_HEADER = 100_000_000
+
+
+def stock_checkpoints(output_dir: Path) -> list[tuple[int, Path]]:
+    """Every ``checkpoint-N`` directory of an output directory with its N, highest first."""
+    found = [(step_of(entry.name), Path(entry.path)) for entry in directories(output_dir)]
+    return sorted(((step, path) for step, path in found if step is not None), reverse=True)
+
+
+def stock_problem(path: Path) -> str | None:
+    """Why a stock checkpoint cannot be whole, with the file's name; None when nothing speaks against it."""
+    try:
+        return next(_problems(path), None)
+    except OSError as error:
+        return f"{error.filename or path} cannot be read: {error.strerror}"
+
+
+def global_step(path: Path) -> int | None:
+    """The step that a checkpoint's trainer_state.json tells; None when it does not."""
+    try:
+        state = json.loads((path / "trainer_state.json").read_bytes())
+        step = state["global_step"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) and step >= 0 else None
+
+
+def saved_at(path: Path) -> float:
+    """When a checkpoint was written, in seconds since 1970: Trainer's state is its last file. 0 when there is none."""
+    try:
+        return (path / "trainer_state.json").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _problems(path: Path) -> Iterator[str]:
+    if not path.is_dir():
+        yield "is no directory"
+        return
+    if (path / INCOMPLETE).exists():
+        yield f"{INCOMPLETE} says that its save was interrupted"
+    if not (path / "trainer_state.json").is_file():
+        yield "trainer_state.json is missing"
+    elif global_step(path) is None:
+        yield "trainer_state.json is damaged"
+    yield from _missing_weights(path)
+    for directory, _, names in os.walk(path):
+        for name in sorted(names):
+            problem = _file_problem(Path(directory, name))
+            if problem:
+                yield f"{Path(directory, name).relative_to(path)} {problem}"
+
+
+def _missing_weights(path: Path) -> Iterator[str]:
+    if not any(True for pattern in _WEIGHTS for _ in path.glob(pattern)):
+        yield "has no file with weights"
+    for index in sorted(path.glob("*.index.json")):
+        for name in _shards(index):
+            if not (path / name).is_file():
+                yield f"{name} is missing, which {index.name} names"
+
+
+def _shards(index: Path) -> list[str]:
+    try:
+        return sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return ["the list of weights"]
+
+
+def _file_problem(path: Path) -> str | None:
+    if not path.is_file():
+        return None
+    if path.suffix == ".safetensors":
+        return _safetensors_problem(path)
+    if path.suffix in _TORCH:
+        return _torch_problem(path)
+    return None
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        prefix = stream.read(8)
+        if len(prefix) < 8:
+            return f"has only {size} bytes"
+        (length,) = struct.unpack("<Q", prefix)
+        if length > min(_MAX_HEADER, size):
+            return "has no whole header"
+        header = stream.read(length)
+    try:
+        tensors = {name: tensor for name, tensor in json.loads(header).items() if name != "__metadata__"}
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors.values()), default=0)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError):
+        return "has no whole header"
+    expected = 8 + length + end
+    return None if size == expected else f"has {size} bytes instead of {expected}"
+
+
+def _torch_problem(path: Path) -> str | None:
+    """A zip must end with its directory; an older torch file is a pickle, of which only the first byte is known."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        start = stream.read(4)
+        stream.seek(max(0, size - _ZIP_TAIL))
+        tail = stream.read()
+    if not start:
+        return "is empty"
+    if start == _ZIP_START:
+        return None if _ZIP_END in tail else "ends before the zip's directory"
+    return "begins with zeros" if not start.strip(b"\0") else None
