@@ -14,8 +14,11 @@ from datastates.formats import device
 Describe: TypeAlias = "Callable[[torch.UntypedStorage | torch.Tensor], tuple[bool, str]]"
 """Asked for each piece of tensor memory: does it hold still until the fence, and what should a message call it ("": the format's own name)."""
 
-INLINE_BYTES = 2048
-"""Host memory up to this size is kept as literal bytes at once: one part for many small tensors, and no later checksum."""
+INLINE_BYTES = 4096
+"""Host memory up to this size is copied at once: many small tensors become one literal part, and need no later checksum."""
+
+INLINE_BUDGET = 16 * 2**20
+"""Bytes that one image copies that way; small memory beyond it becomes memory parts."""
 
 
 class CannotImage(Exception):
@@ -30,10 +33,18 @@ class ImageBuilder:
         self._image = FileImage(0)
         self._pending: list[bytes] = []
         self._pending_start = 0
+        self._inline_budget = INLINE_BUDGET
 
     def literal(self, data: bytes) -> None:
         self._pending.append(data)
         self.offset += len(data)
+
+    def small(self, address: int, nbytes: int, place: device.Place) -> bytes | None:
+        """A copy of the memory, for :meth:`literal`, if there is so little that a memory part would cost more; else None."""
+        if nbytes > INLINE_BYTES or nbytes > self._inline_budget or place.device != CPU:
+            return None
+        self._inline_budget -= nbytes
+        return ctypes.string_at(address, nbytes)
 
     def memory(
         self, address: int, nbytes: int, owner: Any, place: device.Place, description: tuple[bool, str]
@@ -70,10 +81,3 @@ class ImageBuilder:
                 self._image.literals.append(Literal(self._pending_start, data))
             self._pending.clear()
         self._pending_start = self.offset
-
-
-def inline(address: int, nbytes: int, place: device.Place) -> bytes | None:
-    """The bytes themselves, if there are so few that a memory part would cost more than copying them."""
-    if nbytes > INLINE_BYTES or place.device != CPU:
-        return None
-    return ctypes.string_at(address, nbytes)

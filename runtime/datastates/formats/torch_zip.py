@@ -24,11 +24,10 @@ import torch
 
 from datastates.engine.image import CPU, FileImage
 from datastates.formats import device
-from datastates.formats.builder import CannotImage, Describe, inline
-from datastates.formats.zip_layout import ZipLayout
+from datastates.formats.builder import CannotImage, Describe
+from datastates.formats.zip_layout import DESCRIPTOR_MARK, ZipLayout
 
 _SERIALIZATION_ID = ".data/serialization_id"
-_DESCRIPTOR = b"PK\x07\x08"
 
 
 class ZipRecorder:
@@ -117,7 +116,7 @@ class ZipRecorder:
         nbytes, address = storage.nbytes(), storage.data_ptr()
         if nbytes and not address:
             raise CannotImage("a storage has a size but no memory")
-        small = inline(address, nbytes, place)
+        small = layout.builder.small(address, nbytes, place)
         if small is not None:
             _refuse_descriptor_mark(small)
             layout.add(name, small)
@@ -125,9 +124,9 @@ class ZipRecorder:
         if place.device == CPU:
             _refuse_descriptor_mark(ctypes.string_at(address, 4))
         still, label = self._describe(storage)
-        layout.open(name, nbytes)
+        layout.begin(name, nbytes)
         layout.builder.memory(address, nbytes, storage, place, (still, label or name))
-        layout.close(None)
+        layout.end()
 
 
 def record_prefix(path: str) -> bytes:
@@ -149,7 +148,7 @@ def record_prefix(path: str) -> bytes:
 
 def _refuse_descriptor_mark(data: bytes) -> None:
     """torch's writer takes anything that begins with this mark for a checksum and folds it into the serialization id."""
-    if data.startswith(_DESCRIPTOR):
+    if data.startswith(DESCRIPTOR_MARK):
         raise CannotImage("data that looks like a zip descriptor")
 
 
@@ -165,10 +164,10 @@ def _alignment() -> int:
 
 def _add_serialization_id(layout: ZipLayout, names_hash: bytes) -> None:
     ranges = layout.digested_ranges()
-    layout.open(_SERIALIZATION_ID, 40)
+    layout.begin(_SERIALIZATION_ID, 40)
     layout.builder.literal(names_hash)
     layout.builder.digest(ranges)
-    layout.close(None)
+    layout.end()
 
 
 @functools.lru_cache(maxsize=16)

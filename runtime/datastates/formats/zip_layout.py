@@ -23,72 +23,71 @@ _DIRECTORY_REST = struct.Struct("<IIHHHHHII")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _END = struct.Struct("<4sHHHHIIH")
-_DESCRIPTOR = b"PK\x07\x08"
+_NARROW = struct.Struct("<II")
+_WIDE = struct.Struct("<QQ")
+
+DESCRIPTOR_MARK = b"PK\x07\x08"
 
 
 class _Entry(NamedTuple):
-    """What the directory repeats of a record; ``crc`` is None while the bytes are unknown."""
+    """What the directory repeats of a record; ``crc`` is four bytes, None while the data are unknown."""
 
     name: bytes
     header: int
     start: int
     size: int
-    crc: int | None
+    crc: bytes | None
 
 
 class ZipLayout:
-    """Lays records out one after the other.
-
-    Between :meth:`open` and :meth:`close` the caller appends exactly the record's bytes to ``builder``.
+    """Lays records out one after the other in ``builder``.
 
     Args:
         prefix: the folder that every record lies in, without the slash.
-        alignment: bytes; the data of each record starts at a multiple of it.
+        alignment: bytes; the data of each record start at a multiple of it.
     """
 
     def __init__(self, prefix: bytes, alignment: int) -> None:
         self.builder = ImageBuilder()
         self._prefix = prefix + b"/"
         self._alignment = alignment
+        self._paddings: dict[int, bytes] = {}
         self._entries: list[_Entry] = []
 
-    def open(self, name: str, size: int) -> None:
-        full_name = self._prefix + name.encode()
-        header = self.builder.offset
-        extra = _zip64_extra(size, 0, header)
-        extra += self._padding(header + _LOCAL_HEADER.size + len(full_name) + len(extra))
-        _check_length(full_name)
-        _check_length(extra)
-        fixed = _LOCAL_HEADER.pack(b"PK\x03\x04", 0, _flags(size), 0, 0, 0, 0, 0, 0, len(full_name), len(extra))
-        self.builder.literal(fixed + full_name + extra)
+    def add(self, name: str, data: bytes) -> None:
+        """A record whose bytes are known."""
+        size = len(data)
+        full_name, header = self._open(name, size)
+        start = self.builder.offset
+        self.builder.literal(data)
+        crc = zlib.crc32(data).to_bytes(4, "little")
+        if size:
+            self.builder.literal(DESCRIPTOR_MARK + crc + _sizes(size, header))
+        self._entries.append(_Entry(full_name, header, start, size, crc))
+
+    def begin(self, name: str, size: int) -> None:
+        """A record of ``size`` > 0 bytes that the caller appends to ``builder`` before :meth:`end`; their checksum is found later."""
+        full_name, header = self._open(name, size)
         self._entries.append(_Entry(full_name, header, self.builder.offset, size, None))
 
-    def close(self, crc: int | None) -> None:
-        """End the record. ``crc`` is that of its bytes, None if a checksum part has to find it later."""
-        entry = self._entries[-1]._replace(crc=crc)
-        if self.builder.offset != entry.start + entry.size:
+    def end(self) -> None:
+        entry = self._entries[-1]
+        end = entry.start + entry.size
+        if self.builder.offset != end:
             raise CannotImage(f"record {entry.name!r} has not the size it was announced with")
-        self._entries[-1] = entry
-        if entry.size:
-            wide = entry.size >= _HUGE or entry.header >= _HUGE
-            self.builder.literal(_DESCRIPTOR)
-            self._crc(entry)
-            self.builder.literal(struct.pack("<QQ" if wide else "<II", entry.size, entry.size))
-
-    def add(self, name: str, data: bytes) -> None:
-        self.open(name, len(data))
-        self.builder.literal(data)
-        self.close(zlib.crc32(data))
+        self.builder.literal(DESCRIPTOR_MARK)
+        self.builder.checksum(entry.start, end)
+        self.builder.literal(_sizes(entry.size, entry.header))
 
     def digested_ranges(self) -> list[tuple[int, int]]:
         """Where the bytes of the records so far lie, without empty ones: what the serialization id folds together."""
-        return [(entry.start, entry.start + entry.size) for entry in self._entries if entry.size]
+        return [(start, start + size) for _, _, start, size, _ in self._entries if size]
 
     def finish(self) -> None:
         """Append the directory and the end records."""
         start = self.builder.offset
         for entry in self._entries:
-            self._directory_entry(entry)
+            self._add_to_directory(entry)
         end = self.builder.offset
         count, size = len(self._entries), end - start
         if size >= _HUGE:
@@ -100,39 +99,58 @@ class ZipLayout:
             + _END.pack(b"PK\x05\x06", 0, 0, short, short, size, min(start, _HUGE), 0)
         )
 
-    def _directory_entry(self, entry: _Entry) -> None:
-        extra = _zip64_extra(entry.size, entry.size, entry.header)
-        size = min(entry.size, _HUGE)
-        self.builder.literal(_DIRECTORY_START.pack(b"PK\x01\x02", 0, 0, _flags(entry.size), 0, 0, 0))
-        self._crc(entry)
-        rest = _DIRECTORY_REST.pack(size, size, len(entry.name), len(extra), 0, 0, 0, 0, min(entry.header, _HUGE))
-        self.builder.literal(rest + entry.name + extra)
+    def _open(self, name: str, size: int) -> tuple[bytes, int]:
+        """Append the local header and the padding; returns the record's full name and the header's offset."""
+        full_name = self._prefix + name.encode()
+        header = self.builder.offset
+        zip64 = _zip64_extra(size, 0, header)
+        padding = self._padding(header + _LOCAL_HEADER.size + len(full_name) + len(zip64))
+        extra_length = len(zip64) + len(padding)
+        if len(full_name) > 0xFFFF or extra_length > 0xFFFF:
+            raise CannotImage("a record's name or padding is longer than a zip file can say")
+        fixed = _LOCAL_HEADER.pack(
+            b"PK\x03\x04", 0, _flags(size), 0, 0, 0, 0, 0, 0, len(full_name), extra_length
+        )
+        self.builder.literal(fixed + full_name + zip64 + padding)
+        return full_name, header
 
-    def _crc(self, entry: _Entry) -> None:
-        if entry.crc is None:
-            self.builder.checksum(entry.start, entry.start + entry.size)
-        else:
-            self.builder.literal(entry.crc.to_bytes(4, "little"))
+    def _padding(self, start: int) -> bytes:
+        length = -(start + 4) % self._alignment
+        known = self._paddings.get(length)
+        if known is None:
+            known = self._paddings[length] = b"FB" + (length & 0xFFFF).to_bytes(2, "little") + b"Z" * length
+        return known
 
-    def _padding(self, unpadded_start: int) -> bytes:
-        length = -(unpadded_start + 4) % self._alignment
-        return b"FB" + (length & 0xFFFF).to_bytes(2, "little") + b"Z" * length
+    def _add_to_directory(self, entry: _Entry) -> None:
+        name, header, start, size, crc = entry
+        zip64 = _zip64_extra(size, size, header)
+        short = min(size, _HUGE)
+        first = _DIRECTORY_START.pack(b"PK\x01\x02", 0, 0, _flags(size), 0, 0, 0)
+        rest = _DIRECTORY_REST.pack(
+            short, short, len(name), len(zip64), 0, 0, 0, 0, min(header, _HUGE)
+        )
+        if crc is not None:
+            self.builder.literal(first + crc + rest + name + zip64)
+            return
+        self.builder.literal(first)
+        self.builder.checksum(start, start + size)
+        self.builder.literal(rest + name + zip64)
 
 
 def _flags(size: int) -> int:
-    return _UTF8_NAME | (_HAS_DESCRIPTOR if size else 0)
+    return _UTF8_NAME | _HAS_DESCRIPTOR if size else _UTF8_NAME
+
+
+def _sizes(size: int, header: int) -> bytes:
+    wide = size >= _HUGE or header >= _HUGE
+    return (_WIDE if wide else _NARROW).pack(size, size)
 
 
 def _zip64_extra(size: int, stored_size: int, header: int) -> bytes:
     """The zip64 field; a local header does not know the stored size yet and has 0 there."""
+    if size < _HUGE and header < _HUGE:
+        return b""
     wide = [size, stored_size] if size >= _HUGE else []
     if header >= _HUGE:
         wide.append(header)
-    if not wide:
-        return b""
     return struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide)
-
-
-def _check_length(field: bytes) -> None:
-    if len(field) > 0xFFFF:
-        raise CannotImage("a record's name or padding is longer than a zip file can say")

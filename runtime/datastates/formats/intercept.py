@@ -1,0 +1,220 @@
+"""Catch what a program saves with torch.save and safetensors, and hand it over as file images.
+
+The functions that a program calls are left alone, since it may have bound them under any name long ago. Replaced are the module
+globals that they look up each time they run: ``torch.serialization._open_zipfile_writer`` and, in ``safetensors.torch``,
+``_flatten_as_ptr`` (``_flatten`` before 0.8) and ``serialize_file``. A replacement does what the stock function does unless this
+thread has a sink that wants the path.
+
+Before a format is intercepted for the first time, :mod:`datastates.formats.self_check` compares an image of it with the stock
+writer's bytes. Whatever cannot be imaged exactly is written by the stock writer, synchronously, and the sink is told why once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import CodeType, TracebackType
+from typing import Any, Protocol
+
+import safetensors.torch
+import torch
+
+from datastates.engine.image import FileImage
+from datastates.formats import device, safetensors_file, self_check
+from datastates.formats.builder import CannotImage
+from datastates.formats.torch_zip import ZipRecorder
+
+
+class Sink(Protocol):
+    """What a save scope offers to the files that are saved inside it. All methods are called on the saving thread."""
+
+    def wants(self, path: str) -> bool:
+        """Whether the file at ``path``, as the program gave it, is to be imaged instead of written."""
+
+    def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
+        """See :data:`datastates.formats.builder.Describe`."""
+
+    def accept(self, path: str, image: FileImage) -> None:
+        """Takes over the image of a file that was wanted."""
+
+    def note(self, text: str) -> None:
+        """Is told, once for each text in a process, why files are written synchronously."""
+
+
+class _Thread(threading.local):
+    sink: Sink | None = None
+
+
+_thread = _Thread()
+_told: set[str] = set()
+_install_lock = threading.Lock()
+_installed = False
+
+
+@contextlib.contextmanager
+def sink(target: Sink) -> Iterator[None]:
+    """While open, ``target`` is offered every file that this thread saves. Scopes nest; the innermost counts."""
+    outer, _thread.sink = _thread.sink, target
+    try:
+        yield
+    finally:
+        _thread.sink = outer
+
+
+def install() -> None:
+    """Put the replacements in place. Process-wide, idempotent, for good; without an open :func:`sink` nothing changes."""
+    global _installed
+    with _install_lock:
+        if not _installed:
+            device.install()
+            _install_torch()
+            _install_safetensors()
+            _installed = True
+
+
+def _wanting_sink(path: Any, check: Callable[[], str | None]) -> Sink | None:
+    """This thread's sink if it wants ``path``, the stock writer could write there at all, and the format passed its check."""
+    target = _thread.sink
+    if target is None or not isinstance(path, str) or not target.wants(path):
+        return None
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
+        return None
+    if isinstance(target, self_check.Collector):
+        return target
+    problem = check()
+    if problem is not None:
+        _tell(target, problem)
+        return None
+    return target
+
+
+def _tell(target: Sink, text: str) -> None:
+    if text not in _told:
+        _told.add(text)
+        target.note(f"written at once by the stock writer: {text}")
+
+
+# torch.save
+
+
+def _install_torch() -> None:
+    stock_open = torch.serialization._open_zipfile_writer
+
+    def open_zipfile_writer(name_or_buffer: Any) -> AbstractContextManager[Any]:
+        path = os.fspath(name_or_buffer) if isinstance(name_or_buffer, os.PathLike) else name_or_buffer
+        target = _wanting_sink(path, self_check.torch_zip)
+        if target is None:
+            return stock_open(name_or_buffer)
+        try:
+            return _RedirectedZip(path, target, stock_open)
+        except CannotImage as reason:
+            _tell(target, str(reason))
+            return stock_open(name_or_buffer)
+
+    torch.serialization._open_zipfile_writer = open_zipfile_writer
+
+
+class _RedirectedZip:
+    """Takes the place of torch's zip writer; becomes one, and repeats all records to it, when something cannot be imaged."""
+
+    def __init__(self, path: str, target: Sink, stock_open: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._path = path
+        self._sink = target
+        self._stock_open = stock_open
+        self._stock: AbstractContextManager[Any] | None = None
+        self._stock_writer: Any = None
+        self._recorder = ZipRecorder(path, target.describe)
+
+    def __enter__(self) -> _RedirectedZip:
+        return self
+
+    def write_record(self, name: str, data: Any, size: int) -> None:
+        if self._stock is None:
+            try:
+                self._recorder.write_record(name, data, size)
+                return
+            except CannotImage as reason:
+                self._fall_back(str(reason))
+        self._stock_writer.write_record(name, data, size)
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else torch's writer can do, only torch's writer can do."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if self._stock is None:
+            self._fall_back(f"the writer was asked for {name}")
+        return getattr(self._stock_writer, name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stock is None:
+            try:
+                self._recorder.__exit__(kind, error, trace)
+            except CannotImage as reason:
+                self._fall_back(str(reason))
+        if self._stock is not None:
+            self._stock.__exit__(kind, error, trace)
+        elif self._recorder.image is not None:
+            self._sink.accept(self._path, self._recorder.image)
+
+    def _fall_back(self, reason: str) -> None:
+        _tell(self._sink, reason)
+        self._recorder.stop_holding()
+        self._stock = self._stock_open(self._path)
+        self._stock_writer = self._stock.__enter__()
+        for name, payload in self._recorder.records:
+            if isinstance(payload, bytes):
+                self._stock_writer.write_record(name, payload, len(payload))
+            else:
+                self._stock_writer.write_record(name, payload.cpu(), payload.nbytes())
+
+
+# safetensors
+
+
+class _Imaged:
+    """Travels from the flatten function to ``serialize_file`` in place of the flattened tensors."""
+
+    def __init__(self, path: str, target: Sink, image: FileImage) -> None:
+        self.path = path
+        self.target = target
+        self.image = image
+
+
+def _install_safetensors() -> None:
+    library: Any = safetensors.torch
+    stock_serialize_file = library.serialize_file
+    save_file: CodeType = library.save_file.__code__
+
+    def flatten(tensors: Any, *keep_alive: Any) -> Any:
+        caller = sys._getframe(1)
+        if _thread.sink is not None and caller.f_code is save_file:
+            imaged = _image(tensors, caller.f_locals["filename"], caller.f_locals["metadata"])
+            if imaged is not None:
+                return imaged
+        return safetensors_file.stock_flatten(tensors, *keep_alive)
+
+    def serialize_file(tensor_dict: Any, filename: Any, metadata: Any = None) -> Any:
+        if isinstance(tensor_dict, _Imaged):
+            return tensor_dict.target.accept(tensor_dict.path, tensor_dict.image)
+        return stock_serialize_file(tensor_dict, filename, metadata=metadata)
+
+    setattr(library, safetensors_file.FLATTEN, flatten)
+    library.serialize_file = serialize_file
+
+
+def _image(tensors: Any, filename: Any, metadata: Any) -> _Imaged | None:
+    path = os.fspath(filename) if isinstance(filename, os.PathLike) else filename
+    target = _wanting_sink(path, self_check.safetensors_file)
+    if target is None:
+        return None
+    try:
+        return _Imaged(path, target, safetensors_file.image(tensors, metadata, target.describe))
+    except CannotImage as reason:
+        _tell(target, str(reason))
+        return None
