@@ -77,6 +77,12 @@ class Catalog:
         """What is known of one step; the directory need not exist."""
         return Checkpoint.load(self.root.checkpoint(step).path, step)
 
+    def verify(
+        self, checkpoint: Checkpoint, crc32: Crc32 = zlib.crc32, workers: int | None = None, progress: Progress | None = None
+    ) -> list[FileVerdict]:
+        """See :func:`verify`."""
+        return verify(checkpoint, crc32, workers, progress)
+
     def newest(
         self, lineage: str | None = None, *, verify: bool = True, on_skip: OnSkip = ignore, crc32: Crc32 = zlib.crc32
     ) -> Checkpoint | None:
@@ -195,7 +201,7 @@ class _Search:
         try:
             record = RunRecord.read(self.root)
         except ManifestError as error:
-            self.on_skip(error.file, f"{error.reason}; falling back to the newest committed checkpoint")
+            self.on_skip(error.file, error.reason)
             record = None
         lineages = record.lineages if record else {}
         lineage = lineages.get(self.ordinal)
@@ -234,6 +240,7 @@ class _Search:
         for lineage in _latest_first(own):
             checkpoint = self._newest(lineage)
             if checkpoint:
+                self.on_skip(self.root.run_record, f"tells no lineage: taking the one that committed last, {lineage}")
                 return ResumePoint(checkpoint.path, checkpoint.step, OURS, lineage)
         return None
 

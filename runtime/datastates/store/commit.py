@@ -211,26 +211,26 @@ def sweep(root: Root, attempt: str) -> list[Path]:
     for step in root.steps():
         checkpoint = root.checkpoint(step)
         if not _was_committed(checkpoint):
-            target = _move_aside(root, checkpoint, attempt)
+            target = _move_aside(checkpoint, attempt)
             moved += [target] if target else []
     _delete_leftovers(root)
     return moved
 
 
-def set_aside(root: Root, checkpoint: CheckpointDir, attempt: str) -> Path | None:
+def set_aside(checkpoint: CheckpointDir, attempt: str) -> Path | None:
     """Move a checkpoint out of the way, whole, to ``.aside/<step>-<attempt>``; it is never deleted automatically.
 
     No rank may be writing to it: the committer calls this before any rank passes the save's first meeting point. None when there is none.
     """
-    return _move_aside(root, checkpoint, attempt)
+    return _move_aside(checkpoint, attempt)
 
 
-def delete(root: Root, checkpoint: CheckpointDir) -> None:
+def delete(checkpoint: CheckpointDir) -> None:
     """Delete a checkpoint, whole or not, so that no moment shows half of it: it leaves its place by a rename first.
 
     Killed in the middle, the next :func:`sweep` deletes the rest. A symbolic link is removed, not what it leads to.
     """
-    target = _move_aside(root, checkpoint, "gone", REMOVED)
+    target = _move_aside(checkpoint, "gone", REMOVED)
     if target:
         _delete_tree(target)
 
@@ -396,7 +396,10 @@ def _was_committed(checkpoint: CheckpointDir) -> bool:
     return True
 
 
-def _move_aside(root: Root, checkpoint: CheckpointDir, attempt: str, ending: str = "") -> Path | None:
+def _move_aside(checkpoint: CheckpointDir, attempt: str, ending: str = "") -> Path | None:
+    root = checkpoint.root
+    if not os.path.lexists(checkpoint.path):
+        return None
     make_directories(root.aside)
     for number in range(1, 10_000):
         again = f"-{number}" if number > 1 else ""

@@ -132,8 +132,11 @@ class Fields:
             self.fail(key, f"cannot be {value}")
         return value
 
-    def optional_whole(self, key: str) -> int | None:
-        return None if self._members.get(key) is None else self.whole(key)
+    def optional_whole(self, key: str, low: int = 0) -> int | None:
+        return None if self._members.get(key) is None else self.whole(key, low)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self._members.get(key) is None else self.number(key)
 
     def number(self, key: str) -> float:
         value = self._members.get(key)

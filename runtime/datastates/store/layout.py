@@ -24,6 +24,7 @@ from datastates.store.durable import make_directories
 
 CHECKPOINT_ROOT = "concurrent_checkpoint"
 PRIVATE = ".ckpt"
+ASIDE = ".aside"
 
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 _VOTE = re.compile(r"rank-(0|[1-9][0-9]*)\.json")
@@ -47,6 +48,12 @@ class CheckpointDir:
 
     path: Path
     step: int
+
+    @property
+    def root(self) -> Root:
+        """The root it lies in, in place or set aside."""
+        parent = self.path.parent
+        return Root(parent.parent if parent.name == ASIDE else parent)
 
     @property
     def private(self) -> Path:
@@ -93,7 +100,7 @@ class Root:
 
     @property
     def aside(self) -> Path:
-        return self.path / ".aside"
+        return self.path / ASIDE
 
     @property
     def run_dir(self) -> Path:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from datastates.store.catalog import Checkpoint
 from datastates.store.commit import delete
-from datastates.store.layout import Root
 
 
 def expendable(
@@ -32,9 +31,9 @@ def expendable(
     return others[: len(others) - room] if room < len(others) else []
 
 
-def remove(root: Root, checkpoint: Checkpoint) -> None:
+def remove(checkpoint: Checkpoint) -> None:
     """Delete a checkpoint so that no moment shows half of it. Raises OSError when the file system refuses."""
-    delete(root, checkpoint.directory)
+    delete(checkpoint.directory)
 
 
 def _is_best(checkpoint: Checkpoint, best: str | os.PathLike[str] | None) -> bool:

@@ -137,5 +137,13 @@ def _torch_problem(path: Path) -> str | None:
     if not start:
         return "is empty"
     if start == _ZIP_START:
-        return None if _ZIP_END in tail else "ends before the zip's directory"
+        return None if _ends_with_directory(tail) else "does not end with the zip's directory"
     return "begins with zeros" if not start.strip(b"\0") else None
+
+
+def _ends_with_directory(tail: bytes) -> bool:
+    """Whether the last record, 22 bytes and a comment of the length it tells, reaches exactly to the end."""
+    at = tail.rfind(_ZIP_END)
+    if at < 0 or at + 22 > len(tail):
+        return False
+    return at + 22 + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)
