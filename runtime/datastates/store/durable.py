@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 from pathlib import Path
 
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
@@ -21,7 +20,7 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
         OSError: nothing was replaced, and the temporary file is gone (unless the directory's own fsync failed: then the new bytes are in
             place but may not survive a power cut).
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         _write_new(temporary, data, mode)
         os.replace(temporary, path)  # noqa: PTH105

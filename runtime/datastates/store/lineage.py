@@ -10,7 +10,7 @@ A *lineage* is one training from its fresh start through all its resumes:
 
 from __future__ import annotations
 
-import secrets
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class ResumePoint:
 
 def new_id() -> str:
     """A short random id for an attempt, a lineage or a run."""
-    return secrets.token_hex(4)
+    return os.urandom(4).hex()
 
 
 def begin(

@@ -130,7 +130,7 @@ def _newest(committed: list[Checkpoint], record: RunRecord | None) -> Checkpoint
     """The newest of the current lineages, or of any when none of theirs is there."""
     lineages = {lineage.id for lineage in record.lineages.values()} if record else set()
     own = [item for item in committed if item.manifest and item.manifest.lineage in lineages]
-    return (own or committed or [None])[0]
+    return next(iter(own or committed), None)
 
 
 def _in_flight(events: list[Event], record: RunRecord | None) -> tuple[int, ...]:
