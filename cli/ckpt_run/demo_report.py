@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from safetensors import deserialize
@@ -107,7 +108,7 @@ def _journal_stalls(run: Path) -> list[float]:
     return stalls
 
 
-def _events(run: Path) -> Iterator[dict]:
+def _events(run: Path) -> Iterator[dict[str, Any]]:
     for journal in sorted(run.glob("events-rank*.jsonl")):
         for line in journal.read_text().splitlines():
             yield json.loads(line)

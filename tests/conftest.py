@@ -1,0 +1,24 @@
+"""What every test starts from: one thread, no network, and nothing of a surrounding run or of the user's home."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before anything imports torch, and inherited by every process that a test starts.
+for variable in [name for name in os.environ if name.startswith(("CKPT_", "CHECKPOINT_VENDOR"))]:
+    del os.environ[variable]
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+for variable in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    os.environ[variable] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The launcher's own record goes to a folder of this test session."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
