@@ -1,0 +1,134 @@
+"""What is attached to one Trainer: the replaced methods, and the session of the ``train()`` call that runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from datastates.llm import fence, instance, log, readers, resume, trainer_module
+from datastates.llm.ranks import Ranks
+from datastates.llm.session import Session
+from datastates.settings import Settings
+from datastates.store.layout import CHECKPOINT_ROOT
+
+logger = log.logger("datastates.llm.decorator")
+
+
+class Attachment:
+    """Holds the Trainer's replaced methods; built when the Trainer is, idle until ``train()``.
+
+    ``settings`` may be replaced until ``train()`` begins.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings) -> None:
+        self.settings = settings
+        self._trainer = trainer
+        self._session: Session | None = None
+        self._loop_entries = 0
+        fence.install()
+        trainer_module.install()
+        resume.let_cpu_ranks_load()
+        resume.announce_last_step(trainer.args.output_dir)
+        for name, around in self._replacements().items():
+            instance.wrap(trainer, name, around)
+        instance.wrap(trainer.callback_handler, "on_save", self._on_save)
+        instance.wrap(trainer.callback_handler, "on_train_end", self._on_train_end)
+
+    def _replacements(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "train": self._train,
+            "_inner_training_loop": self._inner_training_loop,
+            "_get_output_dir": self._get_output_dir,
+            "_save_checkpoint": self._save_checkpoint,
+            "_load_best_model": self._load_best_model,
+            "_push_from_checkpoint": self._push_from_checkpoint,
+            # transformers before 5.1 keeps these as methods
+            "_rotate_checkpoints": self._unless_root(None),
+            "_sorted_checkpoints": self._unless_root([]),
+        }
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until every checkpoint in flight has its outcome."""
+        return self._session is None or self._session.wait(timeout)
+
+    def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        given = resume.Request.of(args, kwargs)
+        self._loop_entries = 0
+        self._session = session = Session.begin(self._trainer, self.settings, given, self._root(given.trial))
+        try:
+            result = original(*given.args(session.resume_path), **given.kwargs(session.resume_path))
+        except BaseException as error:
+            session.end(error)
+            raise
+        session.end(None)
+        return result
+
+    def _inner_training_loop(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._loop_entries += 1
+        if self._loop_entries > 1 and self._session is not None:
+            self._session.start_over(self._loop_entries)
+        return original(*args, **kwargs)
+
+    def _root(self, trial: Any) -> str:
+        """The checkpoint root as this rank sees it before ``train()`` has set the trial up."""
+        return os.path.join(type(self._trainer)._get_output_dir(self._trainer, trial), CHECKPOINT_ROOT)
+
+    def _get_output_dir(self, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+        if self._session is not None and self._session.active:
+            return self._session.root
+        return os.path.join(original(*args, **kwargs), CHECKPOINT_ROOT)
+
+    def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        session = self._session
+        if session is None or not session.active:
+            original(*args, **kwargs)
+            return
+        session.save(lambda: original(*args, **kwargs))
+
+    def _load_best_model(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._session is not None:
+            self._session.wait_for_readers("the best model is loaded")
+        fence.FENCE.wait()
+        original(*args, **kwargs)
+
+    def _push_from_checkpoint(self, original: Callable[..., None], checkpoint_folder: str) -> None:
+        if self._session is None or not self._session.in_scope:
+            original(checkpoint_folder)
+            return
+        self._session.after_scope(lambda: original(checkpoint_folder), "push_to_hub uploads them")
+
+    def _on_save(self, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+        names = readers.readers(self._trainer.callback_handler.callbacks)
+        if not names or self._session is None:
+            return original(args, *rest, **kwargs)
+        self._session.wait_for_readers(f"{', '.join(names)} may read it in on_save")
+        with _output_dir(args, self._session.root):
+            return original(args, *rest, **kwargs)
+
+    def _on_train_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._session is not None:
+            self._session.wait_for_all()
+        return original(*args, **kwargs)
+
+    def _unless_root(self, answer: Any) -> Callable[..., Any]:
+        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            output_dir = kwargs.get("output_dir")
+            if output_dir is not None and trainer_module.is_root(output_dir):
+                return list(answer) if isinstance(answer, list) else answer
+            return original(*args, **kwargs)
+
+        return around
+
+
+@contextmanager
+def _output_dir(args: Any, directory: str) -> Iterator[None]:
+    before = args.output_dir
+    args.output_dir = directory
+    try:
+        yield
+    finally:
+        args.output_dir = before

@@ -1,0 +1,159 @@
+"""The end of a save: this rank's vote, and on the committing rank the commit and what follows from it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datastates.engine import crc32
+from datastates.llm import log, mirror
+from datastates.llm.ranks import Ranks
+from datastates.llm.save import Outcome, Save
+from datastates.llm.space import human
+from datastates.settings import Settings
+from datastates.store import commit, retention
+from datastates.store.catalog import Catalog
+from datastates.store.journal import Journal
+from datastates.store.layout import CheckpointDir, Root
+from datastates.store.manifest import FileEntry, ManifestError, Vote
+from datastates.store.runrecord import RunRecord
+
+if TYPE_CHECKING:
+    from datastates.llm.session import Plan
+
+logger = log.logger("datastates.llm.decorator")
+
+
+class Committer:
+    """Finishes saves on their threads. The committing rank is 0; every rank votes."""
+
+    def __init__(self, trainer: Any, settings: Settings, place: Ranks, plan: Plan, journal: Journal) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._ranks = place
+        self._plan = plan
+        self._journal = journal
+        self._root = Root(Path(plan.root))
+        self._record_lock = threading.Lock()
+
+    @property
+    def commits(self) -> bool:
+        return self._ranks.rank == 0
+
+    def finish(self, save: Save, error: str | None) -> Outcome:
+        """Vote; commit, or learn what became of the save. Never raises OSError: that is an outcome too."""
+        directory = self._root.checkpoint(save.step)
+        if error is None:
+            self._journal.event("persisted", step=save.step, seconds=time.time() - save.began)
+        try:
+            outcome = self._vote_and_settle(directory, save, error)
+        except OSError as trouble:
+            outcome = Outcome(False, str(trouble))
+        self._report(save, outcome)
+        return outcome
+
+    def refuse(self, step: int, number: int, reason: str) -> None:
+        """Make known that this rank's part of a save failed before the engine had it."""
+        try:
+            if self.commits:
+                commit.abandon(self._root.checkpoint(step), self._plan.attempt, number, reason)
+            else:
+                commit.cast_vote(self._root.checkpoint(step), self._vote(step, number, (), reason))
+        except OSError as trouble:
+            reason = f"{reason}; {trouble}"
+        self._journal.event("abandon", step=step, reason=reason)
+        logger.error("%s checkpoint-%d was not saved, training goes on: %s", log.PREFIX, step, reason)
+
+    def _vote_and_settle(self, directory: CheckpointDir, save: Save, error: str | None) -> Outcome:
+        attempt = self._plan.attempt
+        files = tuple(
+            FileEntry(directory.relative(result.path), result.size, result.crc32) for result in save.ticket.files
+        ) if error is None else ()
+        vote = self._vote(save.step, save.number, files, error)
+        if not self.commits:
+            commit.cast_vote(directory, vote)
+            answer = commit.wait_outcome(directory, attempt, save.number, self._settings.commit_timeout)
+            return Outcome(answer == "committed", "" if answer == "committed" else answer)
+        try:
+            if error is not None:
+                raise commit.CommitAbandoned(error)
+            commit.cast_vote(directory, vote)
+            votes = commit.collect_votes(directory, attempt, save.number, range(self._ranks.size),
+                                         self._settings.commit_timeout, commit.never)
+            commit.publish(directory, votes, crc32=crc32)
+        except (commit.CommitAbandoned, OSError) as trouble:
+            commit.abandon(directory, attempt, save.number, str(trouble))
+            return Outcome(False, str(trouble))
+        self._after_commit(directory)
+        return Outcome(True)
+
+    # -- the run's record, which rank 0 keeps -----------------------------------------------------------------------------
+
+    def committed_bytes(self) -> int:
+        """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
+        manifests = [checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed]
+        return sum(manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage)
+
+    def begin_lineage(self, plan: Plan) -> None:
+        """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
+        self._plan = plan
+
+        def renamed(record: RunRecord) -> RunRecord:
+            mine = replace(record.lineages[plan.ordinal], id=plan.lineage)
+            return replace(record, attempt=plan.attempt).with_lineage(plan.ordinal, mine)
+
+        self._update_record(renamed)
+
+    def end(self, error: BaseException | None) -> None:
+        """``train()`` returned, or raised ``error``: the marker by which a later launch knows whether the run finished."""
+        step = self._trainer.state.global_step
+        if error is None:
+            self._journal.event("finish", step=step)
+            self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
+        else:
+            self._journal.event("error", text=f"{type(error).__name__}: {error}")
+            self._update_record(lambda record: record.at_step(step).failed())
+
+    def _update_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        if not self.commits:
+            return
+        try:
+            with self._record_lock:
+                record = RunRecord.read(self._root)
+                if record is not None:
+                    change(record).write(self._root)
+        except (OSError, ManifestError, KeyError) as trouble:
+            logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
+
+    def _vote(self, step: int, number: int, files: tuple[FileEntry, ...], error: str | None) -> Vote:
+        return Vote(attempt=self._plan.attempt, save=number, step=step, rank=self._ranks.rank, world_size=self._ranks.size,
+                    lineage=self._plan.lineage, ordinal=self._plan.ordinal, files=files, error=error)
+
+    def _after_commit(self, directory: CheckpointDir) -> None:
+        """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands."""
+        args = self._trainer.args
+        try:
+            if self._settings.keep_trainer_saves:
+                mirror.trainer_save(directory, self._root.path.parent, self._plan.attempt, args.save_total_limit,
+                                    self._trainer.state.best_model_checkpoint)
+            best = self._trainer.state.best_model_checkpoint
+            checkpoints = Catalog(self._root).checkpoints()
+            for checkpoint in retention.expendable(checkpoints, args.save_total_limit, best, lineage=self._plan.lineage):
+                retention.remove(self._root, checkpoint)
+        except OSError as trouble:
+            logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
+
+    def _report(self, save: Save, outcome: Outcome) -> None:
+        seconds = time.time() - save.began
+        if outcome.committed:
+            self._update_record(lambda record: record.at_step(max(record.step, save.step)))
+            self._journal.event("commit", step=save.step, seconds=seconds, bytes=save.nbytes, fence_s=save.fence_stall)
+            if self.commits:
+                logger.info("%s checkpoint-%d is committed: %s, %.2f s after its save", log.PREFIX, save.step, human(save.nbytes), seconds)
+            return
+        self._journal.event("abandon", step=save.step, reason=outcome.reason)
+        logger.error("%s checkpoint-%d was not committed, training goes on: %s", log.PREFIX, save.step, outcome.reason)

@@ -1,0 +1,106 @@
+"""Decorate a Trainer: its saves become concurrent, its ``train()`` resumes from what is committed.
+
+Seven methods are replaced, on the instance:
+
+===================== ==============================================================================================
+train                 agree on the checkpoint to resume from, begin a session, wait for what is in flight at the end
+_inner_training_loop  a second entry (auto_find_batch_size) is another training: a lineage of its own
+_get_output_dir       what it answered before, and concurrent_checkpoint below it
+_save_checkpoint      the save scope
+_load_best_model      wait until the best checkpoint is committed
+_push_from_checkpoint after the scope, when the files are there
+callback on_save      a callback that reads the files waits for them and finds them under ``args.output_dir``
+===================== ==============================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from datastates import settings
+from datastates.llm import log
+
+logger = log.logger("datastates.llm.decorator")
+
+
+class DecoratedCheckpointing:
+    """Save the checkpoints of one Trainer concurrently.
+
+    Args:
+        runtime_config: settings (see :data:`datastates.settings.TABLE`) and ``trainer``, the Trainer to decorate.
+        rank: this process's rank, as scripts pass their ``--local_rank``; -1 means: read it from the environment.
+
+    Raises:
+        datastates.settings.SettingError: an unknown key, or a value that cannot be used; the message names both.
+        TypeError: there is no trainer in ``runtime_config``, or it is not a Trainer.
+    """
+
+    def __init__(self, runtime_config: Mapping[str, Any], rank: int = -1) -> None:
+        if not isinstance(runtime_config, Mapping):
+            raise TypeError(f"runtime_config is a {type(runtime_config).__name__}; expected a dict with the key 'trainer'")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank < -1:
+            raise settings.SettingError(f"rank is {rank!r}: expected a rank, or -1 to read it from the environment")
+        trainer = runtime_config.get("trainer")
+        if trainer is None or not callable(getattr(trainer, "_save_checkpoint", None)):
+            raise TypeError(f"runtime_config['trainer'] is {type(trainer).__name__}; expected a transformers.Trainer")
+        self._attachment = attach(trainer, settings.load(runtime_config))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until every checkpoint in flight is committed or given up; False when some are not after ``timeout`` seconds."""
+        return self._attachment is None or self._attachment.wait(timeout)
+
+
+_attachments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_attaching = threading.Lock()
+_missing_engine_told = False
+
+
+def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
+    """Decorate ``trainer``, once; a second call only replaces the settings (a script's own win over the launcher's).
+
+    Returns None, after one warning, where the native engine cannot be loaded: training then runs as if not wrapped.
+    """
+    with _attaching:
+        attachment = _attachments.get(trainer)
+        if attachment is None:
+            try:
+                from datastates.llm.attachment import Attachment
+            except ImportError as error:
+                _tell_missing_engine(error)
+                return None
+            attachment = _attachments[trainer] = Attachment(trainer, given or settings.load())
+        elif given is not None:
+            attachment.settings = given
+    return attachment
+
+
+def instrument(trainer_module: Any) -> None:
+    """Let every Trainer of ``transformers.trainer`` be decorated as it is built. The injected hook calls this."""
+    from datastates.llm import trainer_module as functions
+
+    functions.install()
+    original = trainer_module.Trainer.__init__
+    if hasattr(original, "_attaches"):
+        return
+
+    import functools
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        attach(self)
+
+    __init__._attaches = True  # type: ignore[attr-defined]
+    trainer_module.Trainer.__init__ = __init__
+
+
+def _tell_missing_engine(error: ImportError) -> None:
+    global _missing_engine_told
+    if not _missing_engine_told:
+        _missing_engine_told = True
+        logger.warning("%s is off, training runs as if not wrapped: %s", log.PREFIX, error)

@@ -1,0 +1,86 @@
+"""The fence: the wait just before saved memory would be changed.
+
+There is one fence in a process. Saves enter it when their call returns with memory still to be copied; whoever is about to change that
+memory passes it first: every optimizer step, ``Module.load_state_dict``, the next save, the end of training.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from datastates.llm.still import SteppingOptimizers
+
+
+class Staging(Protocol):
+    """A save whose memory is being copied."""
+
+    def settle(self) -> None:
+        """Return when nothing of it is left to copy, having checked that it held still. Never raises."""
+
+    def note_stall(self, seconds: float) -> None:
+        """``seconds`` of training were spent waiting for it."""
+
+
+class Fence:
+    """Thread-safe; ``wait`` costs a list look-up when nothing is staged."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._staging: list[Staging] = []
+        self.optimizers = SteppingOptimizers()
+
+    def enter(self, save: Staging) -> None:
+        with self._lock:
+            self._staging.append(save)
+
+    def leave(self, save: Staging) -> None:
+        with self._lock:
+            if save in self._staging:
+                self._staging.remove(save)
+
+    def wait(self) -> None:
+        """Return when no save has memory left to copy; the calling thread copies what is left itself."""
+        while self._staging:
+            with self._lock:
+                save = self._staging[0] if self._staging else None
+            if save is None:
+                return
+            began = time.perf_counter()
+            save.settle()
+            self.leave(save)
+            save.note_stall(time.perf_counter() - began)
+
+
+FENCE = Fence()
+
+_installed = False
+
+
+def install() -> None:
+    """Put the fence before every optimizer step and every ``load_state_dict`` of this process. Idempotent."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    register_optimizer_step_pre_hook(_before_step)
+    torch.nn.Module.load_state_dict = _fenced(torch.nn.Module.load_state_dict)  # type: ignore[method-assign]
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    FENCE.optimizers.note_step(optimizer)
+    FENCE.wait()
+
+
+def _fenced(method: Any) -> Any:
+    @functools.wraps(method)
+    def behind_the_fence(*args: Any, **kwargs: Any) -> Any:
+        FENCE.wait()
+        return method(*args, **kwargs)
+
+    return behind_the_fence

@@ -1,0 +1,76 @@
+"""The engine of this process: made once, with a host cache that fits the machine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from pathlib import Path
+
+from datastates.engine import Engine
+from datastates.llm import log
+from datastates.llm.ranks import Ranks
+from datastates.settings import Settings
+
+GIB = 1 << 30
+_SHARE_OF_FREE_MEMORY = 4
+_SMALLEST_DEFAULT = 64 << 20
+
+logger = log.logger("datastates.llm.decorator")
+
+_engine: Engine | None = None
+_making = threading.Lock()
+
+
+def engine(settings: Settings, ranks: Ranks) -> Engine:
+    """The process's engine; the first caller's settings make it.
+
+    A host cache that the machine cannot give is refused in the log, and the size that fits is used: the same script has to
+    run on machines of different size, and a checkpointing setting must not end a training.
+
+    Raises:
+        OSError: the memory cannot be had at all.
+    """
+    global _engine
+    with _making:
+        if _engine is None:
+            _engine = _make(settings, ranks)
+            atexit.register(_engine.close, settings.exit_timeout)
+        return _engine
+
+
+def _make(settings: Settings, ranks: Ranks) -> Engine:
+    if settings.host_cache_size is not None:
+        try:
+            return _sized(int(settings.host_cache_size * GIB), settings)
+        except ValueError as error:
+            logger.error("%s host_cache_size=%g GiB is refused: %s. Set a smaller host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
+                         log.PREFIX, settings.host_cache_size, error)
+    size = default_size(_free_memory(), ranks.local_size)
+    if ranks.local_rank == 0:
+        logger.info("%s host cache: %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
+                    "host_cache_size sets it)", log.PREFIX, size / GIB, ranks.local_size)
+    return _sized(size, settings)
+
+
+def default_size(free: int, local_size: int) -> int:
+    """Bytes of host cache for each of ``local_size`` ranks of a host with ``free`` bytes of memory."""
+    return max(free // _SHARE_OF_FREE_MEMORY // local_size, _SMALLEST_DEFAULT)
+
+
+def _sized(cache_bytes: int, settings: Settings) -> Engine:
+    return Engine(cache_bytes, threads=settings.parser_threads, pin=settings.pin_host_cache, io=settings.io)
+
+
+def _free_memory() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates, within the cgroup's limit."""
+    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(min(available, int(limit) - used), 0)

@@ -1,0 +1,46 @@
+"""Who this process is among the ranks, and the few collectives that run on the main thread at the start of ``train()``."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process's place: ``rank`` of ``size``, and ``local_rank`` of ``local_size`` on this host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @classmethod
+    def of(cls, trainer: Any) -> Ranks:
+        """As the Trainer itself counts: its arguments are the truth, the environment only tells the ranks of this host."""
+        args = trainer.args
+        size = max(int(args.world_size), 1)
+        local_size = min(size, max(int(os.environ.get("LOCAL_WORLD_SIZE", size)), 1))
+        return cls(int(args.process_index), size, int(args.local_process_index), local_size)
+
+    @property
+    def alone(self) -> bool:
+        return self.size == 1 or not (dist.is_available() and dist.is_initialized())
+
+
+def meet(ranks: Ranks) -> None:
+    """Return when every rank has come here. Main thread only."""
+    if not ranks.alone:
+        dist.barrier()
+
+
+def tell(ranks: Ranks, value: Any, device: Any) -> Any:
+    """Rank 0's ``value``, on every rank. Main thread only; ``value`` is pickled; ``device`` is the group's device."""
+    if ranks.alone:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=device if dist.get_backend() == "nccl" else None)
+    return box[0]

@@ -1,0 +1,146 @@
+"""What ``train()`` starts from: the script's word, the settings, and what the catalog holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from datastates.engine import crc32
+from datastates.llm import log, trainer_module
+from datastates.settings import Settings
+from datastates.store import catalog, lineage
+from datastates.store.layout import Root
+from datastates.store.lineage import ResumePoint
+from datastates.store.manifest import ManifestError
+from datastates.store.runrecord import RunRecord
+
+logger = log.logger("datastates.llm.decorator")
+
+
+class ResumeRequired(RuntimeError):
+    """``--resume required``, and there is nothing to resume from."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of one ``train()`` call; ``resume`` is what the script passed: None (nothing), a bool or a path."""
+
+    resume: Any
+    trial: Any
+    _args: tuple[Any, ...]
+    _kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+        resume = args[0] if args else kwargs.get("resume_from_checkpoint")
+        trial = args[1] if len(args) > 1 else kwargs.get("trial")
+        return cls(resume, trial, args, kwargs)
+
+    def args(self, path: str | None) -> tuple[Any, ...]:
+        """The positional arguments with ``path`` (None: start fresh) in place of what the script passed."""
+        return (path, *self._args[1:]) if self._args else ()
+
+    def kwargs(self, path: str | None) -> dict[str, Any]:
+        return dict(self._kwargs) if self._args else {**self._kwargs, "resume_from_checkpoint": path}
+
+
+_ordinals: dict[str, int] = {}
+
+
+def ordinal(output_dir: str) -> int:
+    """How many ``train()`` calls of this process went into ``output_dir`` before."""
+    return _ordinals.get(os.path.abspath(output_dir), 0)
+
+
+def count_train_call(output_dir: str) -> int:
+    """The ordinal of the ``train()`` call that begins now."""
+    now = ordinal(output_dir)
+    _ordinals[os.path.abspath(output_dir)] = now + 1
+    return now
+
+
+def choose(request: Request, settings: Settings, output_dir: str, number: int, record: RunRecord | None) -> ResumePoint | None:
+    """Settle where the ``train()`` call with ordinal ``number`` starts; None is the beginning. Rank 0 alone asks.
+
+    Args:
+        record: the last run in ``output_dir``; a script that passes nothing resumes only when that did not finish.
+
+    Raises:
+        ResumeRequired: the settings require a checkpoint and there is none.
+    """
+    if isinstance(request.resume, (str, os.PathLike)):
+        return catalog.explicit_point(output_dir, number, request.resume, crc32=crc32)
+    if request.resume is False or lineage.wants_fresh(record, number, _fresh_token()):
+        return None
+    asked = request.resume is True
+    required = settings.resume == "required" and request.trial is None
+    by_itself = settings.resume == "auto" and request.trial is None and lineage.unfinished(record)
+    if not (asked or required or by_itself):
+        return None
+    point = catalog.resume_point(output_dir, number, on_skip=tell_skipped, crc32=crc32)
+    if point is not None:
+        logger.info("%s resuming at step %d from %s%s", log.PREFIX, point.step, point.path,
+                    "" if asked else " (ckpt-run --fresh starts over)")
+    elif required:
+        raise ResumeRequired(f"--resume required, and there is no checkpoint to resume from under {output_dir}")
+    elif asked:
+        logger.error("%s No Checkpoint found with step: -1", log.PREFIX)
+    return point
+
+
+def run_record(output_dir: str) -> RunRecord | None:
+    """The record of the last run in ``output_dir``; one that cannot be read counts as none, and the catalog says so."""
+    try:
+        return RunRecord.read(Root.of(output_dir))
+    except ManifestError:
+        return None
+
+
+def tell_skipped(path: Any, reason: str) -> None:
+    logger.error("%s skipping %s: %s", log.PREFIX, path, reason)
+
+
+def _fresh_token() -> str | None:
+    """Set by ``ckpt-run --fresh``. Its value is new for each launch: ranks that are restarted within the launch resume."""
+    return os.environ.get("CKPT_RUN_FRESH") or None
+
+
+def _to_be_fresh(output_dir: str) -> bool:
+    return lineage.wants_fresh(run_record(output_dir), ordinal(output_dir), _fresh_token())
+
+
+def announce_last_step(output_dir: str) -> None:
+    """Set CKPT_LAST_STEP, or remove it: only when a Trainer is built its output directory is certain."""
+    fresh = _to_be_fresh(output_dir)
+    point = None if fresh else catalog.resume_point(output_dir, ordinal(output_dir), verify=False)
+    if point is None:
+        os.environ.pop("CKPT_LAST_STEP", None)
+    else:
+        os.environ["CKPT_LAST_STEP"] = str(point.step)
+
+
+def last_checkpoint(folder: str) -> str | None:
+    """``transformers.trainer_utils.get_last_checkpoint``, answered from the catalog where there is one."""
+    if not Root.of(folder).path.is_dir():
+        return trainer_module.stock_last_checkpoint(folder)
+    if _to_be_fresh(folder):
+        return None
+    point = catalog.resume_point(folder, ordinal(folder), on_skip=tell_skipped, crc32=crc32)
+    return None if point is None else str(point.path)
+
+
+_cpu_ranks_load = False
+
+
+def let_cpu_ranks_load() -> None:
+    """Let ``torch.load`` accept the location ``cpu:0``, as which transformers before 5.23 names the device of a CPU rank."""
+    global _cpu_ranks_load
+    if not _cpu_ranks_load:
+        _cpu_ranks_load = True
+        torch.serialization.register_package(
+            19, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+        )

@@ -1,0 +1,104 @@
+"""One save of one rank, from the moment the engine has it to its outcome.
+
+    submitted -> staged -> approved -> persisted -> voted -> committed or abandoned
+
+A thread of its own carries the save through; the training thread meets it only at the fence (``settle``) and where somebody is about to
+read the files (``wait``). Every way to fail ends in an outcome, never in an exception on the training thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from datastates.engine import Ticket
+from datastates.llm import log
+from datastates.llm.fence import FENCE
+from datastates.llm.still import StillTensor
+
+logger = log.logger("datastates.llm.decorator")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a save ended; ``reason`` is empty when it was committed."""
+
+    committed: bool
+    reason: str = ""
+
+
+Finish = Callable[["Save", "str | None"], Outcome]
+"""Takes the save and this rank's error (or None), votes, and returns the outcome when it is known."""
+
+
+class Save:
+    """One save; ``settle``, ``note_stall`` and ``wait`` may be called by any thread.
+
+    Args:
+        step: the Trainer's global step.
+        number: which save of the attempt it is; the same on every rank.
+        ticket: the engine's side of it.
+        late: the tensors that are copied late.
+        finish: votes and waits for the outcome; runs on the save's own thread.
+        torn: is told the names of tensors that did not hold still.
+    """
+
+    def __init__(self, step: int, number: int, ticket: Ticket, late: list[StillTensor], finish: Finish,
+                 torn: Callable[[list[str]], None]) -> None:
+        self.step = step
+        self.number = number
+        self.ticket = ticket
+        self.nbytes = int(ticket.stats["bytes"])
+        self.began = time.time()
+        self.fence_stall = 0.0
+        self.outcome: Outcome | None = None
+        self._late = late
+        self._finish = finish
+        self._torn = torn
+        self._settling = threading.Lock()
+        self._settled = False
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._carry_out, name=f"checkpoint-{step}", daemon=True)
+
+    def start(self) -> None:
+        FENCE.enter(self)
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Copy what is left on this thread, then check that the memory held still; approve the save or give it up."""
+        self.ticket.wait_staged(help=True)
+        with self._settling:
+            if self._settled:
+                return
+            self._settled = True
+            disturbed = {tensor.name: reason for tensor in self._late if (reason := tensor.disturbed())}
+            disturbed |= dict.fromkeys(self.ticket.torn, "its bytes changed")
+            self._late = []
+            if disturbed:
+                self._torn(list(disturbed))
+                name, reason = next(iter(disturbed.items()))
+                self.ticket.cancel(f"torn snapshot: {name}: {reason} between the save and the fence ({len(disturbed)} tensors)")
+            else:
+                self.ticket.approve()
+
+    def note_stall(self, seconds: float) -> None:
+        self.fence_stall += seconds
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until the outcome is known; False when it is not after ``timeout`` seconds."""
+        return self._done.wait(timeout)
+
+    def _carry_out(self) -> None:
+        try:
+            self.ticket.wait_staged(help=False)
+            self.settle()
+            FENCE.leave(self)
+            self.ticket.wait()
+            self.outcome = self._finish(self, str(self.ticket.error) if self.ticket.error else None)
+        except Exception as error:  # noqa: BLE001 - the end of a thread: written down here, or lost; training must go on
+            logger.exception("%s checkpoint-%d was given up", log.PREFIX, self.step)
+            self.outcome = Outcome(False, f"{type(error).__name__}: {error}")
+        finally:
+            self._done.set()

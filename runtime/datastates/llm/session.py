@@ -1,0 +1,302 @@
+"""One ``train()`` call: its attempt, its lineage, its saves.
+
+``begin`` holds the only collectives of the library: the ranks meet, rank 0 draws the attempt id, chooses the checkpoint to resume from,
+moves aside what was never committed, and tells the others. From then on ranks speak through files only.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from datastates.engine import Engine, PendingFile
+from datastates.formats import intercept
+from datastates.llm import host_cache, log, ranks, resume, space
+from datastates.llm.committer import Committer
+from datastates.llm.fence import FENCE
+from datastates.llm.save import Save
+from datastates.llm.scope import SaveScope
+from datastates.llm.still import StillTensor, still_tensors
+from datastates.settings import Settings
+from datastates.store import commit, lineage, layout
+from datastates.store.journal import Journal, RunRecord
+
+logger = log.logger("datastates.llm.decorator")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What rank 0 decided at the start of ``train()``, the same on every rank. ``trouble``: why nothing can be saved."""
+
+    root: str
+    attempt: str
+    lineage: str
+    ordinal: int
+    resume_path: str | None
+    resume_step: int
+    trouble: str = ""
+
+
+class Session:
+    """The saves of one ``train()`` call on this rank. Used by the main thread; saves finish on their own threads."""
+
+    def __init__(self, trainer: Any, settings: Settings, place: ranks.Ranks, plan: Plan) -> None:
+        self.root = plan.root
+        self.resume_path = plan.resume_path
+        self.in_scope = False
+        self._trainer = trainer
+        self._settings = settings
+        self._ranks = place
+        self._plan = plan
+        self._number = 0
+        self._steps = {plan.resume_step} if plan.resume_step else set()
+        self._in_flight: list[Save] = []
+        self._torn_before: set[str] = set()
+        self._after_scope: list[tuple[Callable[[], None], str]] = []
+        self._engine: Engine | None = None
+        self._space_told = False
+        self._readers_told: set[str] = set()
+        self.active = not plan.trouble and self._open()
+
+    # -- the start ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def begin(cls, trainer: Any, settings: Settings, request: resume.Request, root: str) -> Session:
+        """Meet the other ranks and agree.
+
+        Raises:
+            resume.ResumeRequired: on every rank.
+        """
+        place = ranks.Ranks.of(trainer)
+        ranks.meet(place)
+        plan = _plan(trainer, settings, request, root) if place.rank == 0 else None
+        plan = ranks.tell(place, plan, trainer.args.device)
+        if isinstance(plan, resume.ResumeRequired):
+            raise plan
+        if plan.trouble and place.rank == 0:
+            logger.error("%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, plan.trouble)
+        return cls(trainer, settings, place, plan)
+
+    def _open(self) -> bool:
+        root = layout.Root(Path(self.root))
+        try:
+            self._engine = host_cache.engine(self._settings, self._ranks)
+            self._journal = Journal(root, self._ranks.rank, self._plan.attempt)
+        except OSError as error:
+            logger.error("%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, error)
+            return False
+        intercept.install()
+        self._journal.event("hooked", rank=self._ranks.rank, world_size=self._ranks.size)
+        self._journal.event("train_begin", lineage=self._plan.lineage, ordinal=self._plan.ordinal,
+                            resume_step=self._plan.resume_step, max_steps=self._trainer.args.max_steps)
+        self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
+        return True
+
+    # -- one save -------------------------------------------------------------------------------------------------------
+
+    def save(self, original: Callable[[], None]) -> None:
+        """Run the original ``_save_checkpoint`` inside the scope and hand what it wrote to the engine."""
+        step = self._trainer.state.global_step
+        if step in self._steps:
+            self._note_best_model()
+            return
+        began = time.perf_counter()
+        FENCE.wait()
+        self._steps.add(step)
+        self._number += 1
+        save = self._run_scope(step, self._number, original)
+        if save is not None:
+            save.start()
+            self._in_flight = [*(other for other in self._in_flight if other.outcome is None), save]
+            self._journal.event("save", step=step, save=self._number, bytes=save.nbytes, stall_s=time.perf_counter() - began)
+        self._run_after_scope()
+
+    def _run_scope(self, step: int, number: int, original: Callable[[], None]) -> Save | None:
+        directory = layout.Root(Path(self.root)).checkpoint(step)
+        scope = SaveScope(directory.path, self._still())
+        try:
+            self._clear_the_way(directory)
+            directory.prepare()
+            with self._scope(scope):
+                original()
+            pending = [
+                PendingFile(image, str(directory.temporary(f"{self._plan.attempt}-r{self._ranks.rank}", n)), path)
+                for n, (path, image) in enumerate(scope.collect())
+            ]
+        except Exception as error:
+            scope.discard()
+            if not _is_writing_trouble(error):
+                raise
+            self._committer.refuse(step, number, f"{type(error).__name__}: {error}")
+            return None
+        self._tell_shortage(pending)
+        assert self._engine is not None
+        ticket = self._engine.submit(pending)
+        return Save(step, number, ticket, list(scope.late()), self._committer.finish, self._torn_before.update)
+
+    @contextmanager
+    def _scope(self, scope: SaveScope) -> Iterator[None]:
+        """The writers' hand-over; and, should this rank fail half-way, the barrier that the others already wait at."""
+        self.in_scope = True
+        barriers = _BarrierCount()
+        try:
+            with intercept.sink(scope), barriers:
+                yield
+        except Exception:
+            if self._ranks.size > 1 and self._trainer.state.best_global_step and barriers.count == 0:
+                dist.barrier()
+            raise
+        finally:
+            self.in_scope = False
+
+    def _still(self) -> dict[int, StillTensor]:
+        return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, self._torn_before)
+
+    def _clear_the_way(self, directory: layout.CheckpointDir) -> None:
+        """Another lineage's checkpoint of this step, or a damaged one, is moved aside; the other ranks write only after that.
+
+        They wait in ``store_flos``, the first thing that ``_save_checkpoint`` does, except in a hyperparameter search.
+        """
+        if self._committer.commits and directory.path.exists():
+            commit.set_aside(layout.Root(Path(self.root)), directory, self._plan.attempt)
+        if self._trainer.hp_search_backend is not None:
+            ranks.meet(self._ranks)
+
+    def _note_best_model(self) -> None:
+        """What ``_save_checkpoint`` would have noted for a step that is already there."""
+        state = self._trainer.state
+        best = layout.Root(Path(self.root)).checkpoint(state.best_global_step).path if state.best_global_step else None
+        if best is not None and best.exists():
+            state.best_model_checkpoint = str(best)
+
+    def _tell_shortage(self, pending: list[PendingFile]) -> None:
+        if not self._space_told and self._committer.commits:
+            self._space_told = True
+            space.tell_shortage(self.root, sum(file.image.size for file in pending), self._committer.committed_bytes(),
+                                self._trainer.args.save_total_limit)
+
+    # -- readers --------------------------------------------------------------------------------------------------------
+
+    def after_scope(self, action: Callable[[], None], why: str) -> None:
+        """Do ``action``, which reads the checkpoint, when the scope has ended and the checkpoint is committed."""
+        self._after_scope.append((action, why))
+
+    def _run_after_scope(self) -> None:
+        actions, self._after_scope = self._after_scope, []
+        for action, why in actions:
+            self.wait_for_readers(why)
+            action()
+
+    def wait_for_readers(self, why: str) -> None:
+        """Somebody is about to read checkpoints: wait until all that was saved is committed or given up. Says why, once."""
+        if why not in self._readers_told and self._committer.commits and self._in_flight:
+            self._readers_told.add(why)
+            logger.info("%s waiting for each checkpoint to be complete, because %s", log.PREFIX, why)
+        self._wait(self._settings.commit_timeout, "reader")
+
+    def wait_for_all(self) -> None:
+        """The end of training: wait for what is in flight, within ``exit_timeout``; say so when that takes long."""
+        pending = [save for save in self._in_flight if save.outcome is None]
+        if not pending:
+            return
+        total = sum(save.nbytes for save in pending)
+        logger.info("%s waiting for %s: %s still being written", log.PREFIX,
+                    ", ".join(f"checkpoint-{save.step}" for save in pending), space.human(total))
+        began = time.monotonic()
+        if self._wait(self._settings.exit_timeout, "end"):
+            logger.info("%s waited %.1f s", log.PREFIX, time.monotonic() - began)
+        else:
+            logger.error("%s gave up waiting after %.0f s (exit_timeout)", log.PREFIX, time.monotonic() - began)
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until every save has its outcome; False when one has none after ``timeout`` seconds."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(save.wait(None if deadline is None else max(deadline - time.monotonic(), 0)) for save in self._in_flight)
+
+    def _wait(self, timeout: float, what: str) -> bool:
+        FENCE.wait()
+        began = time.perf_counter()
+        done = self.wait(timeout)
+        if self._in_flight:
+            self._journal.event("wait", what=what, seconds=time.perf_counter() - began)
+        return done
+
+    # -- the end --------------------------------------------------------------------------------------------------------
+
+    def start_over(self, entry: int) -> None:
+        """``auto_find_batch_size`` begins again with smaller batches: what was saved so far belongs to another training."""
+        if not self.active:
+            return
+        self.wait_for_all()
+        self._plan = replace(self._plan, lineage=f"{self._plan.lineage}-{entry}", attempt=f"{self._plan.attempt}-{entry}")
+        self._steps = {self._plan.resume_step} if self._plan.resume_step else set()
+        self._committer.begin_lineage(self._plan)
+
+    def end(self, error: BaseException | None) -> None:
+        """``train()`` has returned, or raised ``error``: wait for what is in flight and leave the marker."""
+        if not self.active:
+            return
+        self.wait_for_all()
+        self.active = False
+        self._committer.end(error)
+
+
+class _BarrierCount:
+    """Counts this process's calls of ``torch.distributed.barrier`` while it is entered."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> None:
+        self._barrier = dist.barrier
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            return self._barrier(*args, **kwargs)
+
+        dist.barrier = counted
+
+    def __exit__(self, *exception: object) -> None:
+        dist.barrier = self._barrier
+
+
+def _is_writing_trouble(error: Exception) -> bool:
+    """Whether a writer failed at the disk, rather than the user's code at its work.
+
+    Rust's writers (tokenizers, safetensors) and torch's zip writer raise types of their own that only their text tells apart.
+    """
+    return isinstance(error, OSError) or any(
+        sign in str(error) for sign in ("os error ", "PytorchStreamWriter failed", "No space left on device")
+    )
+
+
+def _plan(trainer: Any, settings: Settings, request: resume.Request, root: str) -> Plan | resume.ResumeRequired:
+    """Rank 0's decisions, and what follows from them on disk before any rank writes."""
+    attempt, lineage_id = lineage.new_id(), lineage.new_id()
+    output_dir = os.path.dirname(root)
+    ordinal = resume.count_train_call(output_dir)
+    given = os.fspath(request.resume) if isinstance(request.resume, (str, os.PathLike)) else None
+    try:
+        record = resume.run_record(output_dir)
+        choice = resume.choose(request, settings, output_dir, ordinal, record)
+        commit.sweep(layout.Root(Path(root)), attempt)
+        here = RunRecord.here(run_id=os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id(), attempt=attempt,
+                              output_dir=output_dir, world_size=trainer.args.world_size,
+                              step=max(choice.step, 0) if choice else 0, max_steps=max(trainer.args.max_steps, 0))
+        mine, here = lineage.begin(record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH"))
+        here.write(layout.Root(Path(root)))
+    except resume.ResumeRequired as error:
+        return error
+    except OSError as error:
+        return Plan(root, attempt, lineage_id, ordinal, given, 0, str(error))
+    if choice is None:
+        return Plan(root, attempt, mine.id, ordinal, None, 0)
+    continues = choice.lineage == mine.id and choice.kind == lineage.OURS
+    return Plan(root, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)

@@ -1,0 +1,116 @@
+"""Which memory is known to hold still until the fence, and may therefore be copied late.
+
+Only what an optimizer changes, and only when that optimizer has been seen to fire the fence: its parameters and its state. Everything
+else (buffers, RNG states, frozen parameters that a callback may average into, temporaries of the writers) is copied before the save
+call returns. Optimizers that change weights outside of ``step()`` are excluded: those that run inside backward, and schedule-free ones,
+whose ``train()`` and ``eval()`` swap weights in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+SMALLEST = 4096
+"""Bytes. A smaller storage is copied at once: that costs less than keeping account of it."""
+
+
+@dataclass(frozen=True)
+class StillTensor:
+    """One tensor that is copied late, with what was true of it at the save."""
+
+    name: str
+    tensor: torch.Tensor
+    storage: torch.UntypedStorage
+    address: int
+    nbytes: int
+    version: int | None
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> StillTensor:
+        storage = tensor.untyped_storage()
+        return cls(name, tensor, storage, storage.data_ptr(), storage.nbytes(), _version(tensor))
+
+    def disturbed(self) -> str | None:
+        """Why the late copy cannot be trusted: the memory moved, or its version counter did; None when neither."""
+        if self.storage.data_ptr() != self.address or self.storage.nbytes() != self.nbytes:
+            return "its memory was resized or moved"
+        if _version(self.tensor) != self.version:
+            return "it was changed in place"
+        return None
+
+
+class SteppingOptimizers:
+    """The optimizers of this process that have been seen to fire the step pre-hook, and how."""
+
+    def __init__(self) -> None:
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._inside_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._seen.add(optimizer)
+        if torch._C._current_graph_task_id() != -1:
+            self._inside_backward.add(optimizer)
+
+    def trusted(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._seen
+                if optimizer not in self._inside_backward and not _swaps_weights(optimizer)]
+
+
+def still_tensors(
+    optimizers: list[torch.optim.Optimizer], model: torch.nn.Module, never: set[str]
+) -> dict[int, StillTensor]:
+    """What may be copied late, by the address of its storage.
+
+    Args:
+        optimizers: those that fire the fence.
+        model: gives names to parameters; storages that also hold one of its buffers are left out.
+        never: names that were found torn before.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found: dict[int, StillTensor] = {}
+    for optimizer in optimizers:
+        for name, tensor in _tensors_of(optimizer, names):
+            if name not in never and _plain(tensor):
+                entry = StillTensor.of(name, tensor)
+                if entry.nbytes >= SMALLEST:
+                    found.setdefault(entry.address, entry)
+    for buffer in model.buffers():
+        if _plain(buffer):
+            found.pop(buffer.untyped_storage().data_ptr(), None)
+    return found
+
+
+def _tensors_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+    index = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter), f"parameter {index} of the optimizer")
+            index += 1
+            yield name, parameter
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{name}.{key}", value
+
+
+def _plain(tensor: Any) -> bool:
+    """An ordinary dense tensor of this process alone: subclasses may hold several storages, shared memory has other writers."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.device.type in ("cpu", "cuda")
+        and not (tensor.device.type == "cpu" and tensor.untyped_storage().is_shared())
+    )
+
+
+def _swaps_weights(optimizer: torch.optim.Optimizer) -> bool:
+    return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    # An inference tensor has no version counter; the engine's sample is then the only witness.
+    return None if tensor.is_inference() else tensor._version
