@@ -1,0 +1,71 @@
+"""What a wait status means: the exit code we pass on, and a line for a person where the number alone says little."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+OWN_FAILURE = 125
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+
+HINTS = {
+    signal.SIGKILL: "out of memory?",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "a crash in native code, or no space left in shared memory",
+    signal.SIGABRT: "a failed check in native code",
+    signal.SIGILL: "a binary built for another processor?",
+    signal.SIGXCPU: "a limit of processor time",
+    signal.SIGXFSZ: "a limit of file size",
+}
+
+QUIET = (signal.SIGINT, signal.SIGPIPE, signal.SIGTERM, signal.SIGHUP)
+
+
+def code(status: int) -> int:
+    """The exit code for a wait status: its own, or 128 + N for signal N."""
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def explain(command: list[str], status: int, out_of_memory: bool) -> str | None:
+    """A sentence about an end by a signal, or None where there is nothing to add."""
+    name = os.path.basename(command[0])  # noqa: PTH119
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return None if number in QUIET else f"{name} was killed by {described(number, out_of_memory)}"
+    behind = _signal_behind(os.WEXITSTATUS(status), name)
+    if behind is None or behind in QUIET:
+        return None
+    return (
+        f"{name} ended with exit code {os.WEXITSTATUS(status)}: "
+        f"a process of it was killed by {described(behind, out_of_memory)}"
+    )
+
+
+def _signal_behind(exit_code: int, name: str) -> int | None:
+    """Shells report 128 + N; deepspeed exits with -N, of which 256 - N arrives."""
+    number = 256 - exit_code if name.startswith("deepspeed") and exit_code > 192 else exit_code - 128
+    return number if number in {int(known) for known in signal.valid_signals()} and number < 32 else None
+
+
+def described(number: int, out_of_memory: bool = False) -> str:
+    """'SIGKILL (out of memory?)'"""
+    known = signal.Signals(number)
+    hint = (
+        "out of memory: the kernel ended it"
+        if out_of_memory and known == signal.SIGKILL
+        else HINTS.get(known)
+    )
+    return f"{known.name} ({hint})" if hint else known.name
+
+
+def memory_kills() -> int:
+    """How many processes the kernel has killed for want of memory in our control group; 0 where it does not tell."""
+    for path in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        try:
+            with open(path, encoding="ascii") as file:
+                lines = dict(line.split(maxsplit=1) for line in file if len(line.split()) == 2)
+        except (OSError, ValueError):
+            continue
+        return int(lines.get("oom_kill", "0"))
+    return 0

@@ -1,0 +1,56 @@
+"""The signals that we take in order to hand them on.
+
+While the command runs they are blocked and taken one by one with ``sigtimedwait``: no handler runs in between, and what
+the kernel tells about a signal is known. Did a person press Ctrl-C, or did somebody send it to us alone?
+"""
+
+from __future__ import annotations
+
+import signal
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HANDED_ON = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
+
+SI_KERNEL = 128  # si_code of a signal that the terminal sends to its whole foreground group
+
+
+class Stopped(BaseException):
+    """A signal told us to stop when there was no child to tell it to."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class Signals:
+    """Made first of all, before anything slow: process 1 of a container never sees a signal it has no handler for.
+
+    Until :meth:`block` a stop raises :class:`Stopped` and a SIGUSR waits. A signal that our parent ignores stays
+    ignored, for the command as well (nohup, background jobs).
+    """
+
+    def __init__(self) -> None:
+        self._taken = {number for number in HANDED_ON if signal.getsignal(number) != signal.SIG_IGN}
+        self.mask_for_child = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken - set(STOPS))
+        for number in self._taken:
+            signal.signal(number, _stop)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+
+    def block(self) -> None:
+        """From now on signals wait until :meth:`next` takes them."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, self._taken | {signal.SIGCHLD})
+
+    def next(self, timeout: float | None) -> signal.struct_siginfo | None:
+        """The next signal, SIGCHLD among them, or None after ``timeout`` seconds (None: wait for ever)."""
+        awaited = self._taken | {signal.SIGCHLD}
+        return signal.sigwaitinfo(awaited) if timeout is None else signal.sigtimedwait(awaited, timeout)
+
+    def release(self) -> None:
+        """Give back what we inherited; the last thing before becoming the command, which resets the handlers."""
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask_for_child)
+
+
+def _stop(number: int, frame: object) -> None:
+    raise Stopped(number)

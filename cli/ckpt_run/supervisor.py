@@ -1,0 +1,176 @@
+"""Run a command and stay with it: hand signals to the processes that train, leave when the last descendant is gone.
+
+Launchers die of a SIGTERM, or swallow it, and leave their ranks behind; so we are the one process that stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Mapping
+
+from ckpt_run import exits, processes, programs
+from ckpt_run.messages import say
+from ckpt_run.signals import SI_KERNEL, STOPS, Signals
+
+PR_SET_CHILD_SUBREAPER = 36
+
+POLL = 1.0  # seconds between looks at /proc, once we were told to stop or the command has ended
+PATIENCE = 10.0  # seconds after which we say what we are still waiting for
+GRACE = (
+    30.0  # seconds that what a failed command left behind gets between SIGTERM and SIGKILL, before a restart
+)
+
+
+class Supervisor:
+    """Stays with one command at a time until it and everything that it started is gone.
+
+    ``folder`` is where the hook registers the processes that train, None if there is no such place. ``stopped`` is the
+    signal that told us to stop, None as long as there was none.
+    """
+
+    def __init__(self, signals: Signals, folder: str | None) -> None:
+        self.stopped: int | None = None
+        self._signals = signals
+        self._folder = folder
+        # A shell that became us by `exec` leaves us its children: not ours to wait for.
+        self._strangers = frozenset(process.pid for process in processes.descendants(os.getpid()))
+        # With a terminal the command stays in our process group: Ctrl-C, Ctrl-Z and reading work as without us.
+        self._own_group = not has_terminal()
+        self._child = 0
+        self._status: int | None = None
+        self._told: set[int] = set()
+        adopt_orphans()
+
+    def run(self, path: str, words: list[str], env: Mapping[str, str]) -> int:
+        """Start the command and return its wait status when it has ended; what it started may still run.
+
+        Raises:
+            programs.CannotRunError: it cannot be executed.
+        """
+        self._status = None
+        self._told.clear()
+        self._signals.block()
+        self._child = programs.spawn(path, words, env, self._signals.mask_for_child, self._own_group)
+        while self._status is None:
+            self._turn(POLL if self.stopped else None)
+        return self._status
+
+    def drain(self) -> None:
+        """Return when every descendant is gone. Only who sends us signals decides how long that takes."""
+        self._wait(PATIENCE)
+        if remaining := self._remaining():
+            names = ", ".join(_name(process.pid) for process in remaining[:3])
+            say(f"the command has ended; waiting for what it has left running: {names}")
+            self._wait(None)
+
+    def clear_the_way(self) -> None:
+        """End what a failed command has left behind: before a restart, since it may hold the devices."""
+        self._wait(PATIENCE)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if remaining := self._remaining():
+                say(f"{number.name} to {len(remaining)} process(es) that the failed command has left running")
+                _send(number, [process.pid for process in remaining])
+                self._wait(GRACE)
+
+    def exit_code(self, status: int) -> int:
+        """The command's own; but a launcher cannot know that its ranks ended because they were told to."""
+        own = exits.code(status)
+        launcher = self._told and self._child not in self._told
+        return 128 + self.stopped if self.stopped and launcher and own != 0 else own
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _turn(self, timeout: float | None) -> None:
+        """Take one signal and do what it asks for, or do nothing for ``timeout`` seconds."""
+        info = self._signals.next(timeout)
+        self._reap()
+        if info is not None and info.si_signo != signal.SIGCHLD:
+            self._hand_on(info)
+        if self.stopped and self._told:
+            self._tell_newcomers()
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._child:
+                    self._status = ended[1]
+
+    def _wait(self, seconds: float | None) -> None:
+        """Until nothing of the command is left, or the time is over."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while self._remaining() and (deadline is None or time.monotonic() < deadline):
+            self._turn(POLL)
+
+    def _remaining(self) -> list[processes.Process]:
+        return processes.descendants(os.getpid(), self._strangers)
+
+    # --- handing on --------------------------------------------------------------------------------------------------
+
+    def _hand_on(self, info: signal.struct_siginfo) -> None:
+        number = info.si_signo
+        if number in STOPS:
+            self.stopped = number
+        if info.si_code == SI_KERNEL and not self._own_group and self._status is None:
+            return  # from the terminal to the whole group: the command has it already
+        trainers = self._trainers()
+        _send(number, trainers or self._group())
+        if trainers:
+            self._told.update(trainers)
+            say(f"{signal.Signals(number).name}: handed to {_count(trainers)}")
+
+    def _tell_newcomers(self) -> None:
+        """A launcher may start its ranks again after they were told to stop: then these are told as well."""
+        newcomers = [pid for pid in self._trainers() if pid not in self._told]
+        if newcomers and self.stopped:
+            _send(self.stopped, newcomers)
+            self._told.update(newcomers)
+
+    def _trainers(self) -> list[int]:
+        return processes.trainers(os.getpid(), self._folder, self._strangers)
+
+    def _group(self) -> list[int]:
+        """The command's process group; whatever is left, when the command itself has ended."""
+        remaining = self._remaining()
+        if self._status is not None:
+            return [process.pid for process in remaining]
+        group = self._child if self._own_group else os.getpgrp()
+        return [process.pid for process in remaining if process.group == group]
+
+
+def has_terminal() -> bool:
+    """Whether there is a person at a terminal, whatever stdin and stdout are connected to."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each descendant whose own parent ends, so that none is lost sight of."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        say(f"cannot watch over processes that outlive their parent: {os.strerror(ctypes.get_errno())}")
+
+
+def _send(number: int, pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+        except PermissionError:
+            say(f"may not send {signal.Signals(number).name} to process {pid}")
+
+
+def _count(pids: list[int]) -> str:
+    return "the training process" if len(pids) == 1 else f"{len(pids)} training processes"
+
+
+def _name(pid: int) -> str:
+    words = processes.command_line(pid)
+    return f"{os.path.basename(words[0]) if words else 'process'} ({pid})"  # noqa: PTH119
