@@ -143,7 +143,7 @@ class Committer:
             best = self._trainer.state.best_model_checkpoint
             checkpoints = Catalog(self._root).checkpoints()
             for checkpoint in retention.expendable(checkpoints, args.save_total_limit, best, lineage=self._plan.lineage):
-                retention.remove(self._root, checkpoint)
+                retention.remove(checkpoint)
         except OSError as trouble:
             logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
 

@@ -165,7 +165,7 @@ class Session:
         They wait in ``store_flos``, the first thing that ``_save_checkpoint`` does, except in a hyperparameter search.
         """
         if self._committer.commits and directory.path.exists():
-            commit.set_aside(layout.Root(Path(self.root)), directory, self._plan.attempt)
+            commit.set_aside(directory, self._plan.attempt)
         if self._trainer.hp_search_backend is not None:
             ranks.meet(self._ranks)
 

@@ -195,11 +195,11 @@ def wait_outcome(
     return "cancelled" if cancelled() else "timeout"
 
 
-def sweep(root: Root, attempt: str) -> list[Path]:
+def sweep(root: Root, attempt: str, spare: Path | None = None) -> list[Path]:
     """Clear the root for a new attempt, before any rank writes: what was never committed goes to ``.aside/<step>-<attempt>``.
 
     Of everything there that never was committed and is ours (has a ``.ckpt``), the one written to last is kept and the rest deleted. A
-    checkpoint whose manifest is damaged was committed once: it stays.
+    checkpoint whose manifest is damaged was committed once: it stays. So does ``spare``: a path that a person named to resume from.
 
     Returns:
         Where the directories are that were moved.
@@ -210,7 +210,7 @@ def sweep(root: Root, attempt: str) -> list[Path]:
     moved = []
     for step in root.steps():
         checkpoint = root.checkpoint(step)
-        if not _was_committed(checkpoint):
+        if not _was_committed(checkpoint) and checkpoint.path != spare:
             target = _move_aside(checkpoint, attempt)
             moved += [target] if target else []
     _delete_leftovers(root)
