@@ -52,7 +52,17 @@ def _count(value: Any) -> int:
 def _switch(value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    words = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False, "": False}
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "on": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "off": False,
+        "": False,
+    }
     try:
         return words[str(value).strip().lower()]
     except KeyError:
@@ -69,22 +79,70 @@ def _one_of(*words: str) -> Callable[[Any], str]:
 
 
 TABLE: tuple[Setting, ...] = (
-    Setting("host_cache_size", "CKPT_RUN_HOST_CACHE_SIZE", None, "GiB per rank", _positive,
-            "host memory that staged bytes wait in; default: derived from free memory and the ranks on this host"),
-    Setting("parser_threads", "CKPT_RUN_PARSER_THREADS", 1, "threads", _count,
-            "native threads that turn saved objects into staged, checksummed blocks"),
-    Setting("pin_host_cache", "CKPT_RUN_PIN_HOST_CACHE", True, "switch", _switch,
-            "page-lock the host cache when there is a GPU"),
-    Setting("resume", "CKPT_RUN_RESUME", "never", "auto, never, required", _one_of("auto", "never", "required"),
-            "what a script that passes no resume_from_checkpoint does; the launcher sets auto"),
-    Setting("keep_trainer_saves", "CKPT_RUN_KEEP_TRAINER_SAVES", False, "switch", _switch,
-            "also give Trainer's own checkpoint-N in output_dir, made from the committed one"),
-    Setting("commit_timeout", "CKPT_RUN_COMMIT_TIMEOUT", 1800.0, "seconds", _positive,
-            "how long the committer waits for every rank's vote before it abandons a checkpoint"),
-    Setting("exit_timeout", "CKPT_RUN_EXIT_TIMEOUT", 600.0, "seconds", _positive,
-            "how long the end of training or of the process waits for what is in flight"),
-    Setting("io", "CKPT_RUN_IO", "auto", "auto, direct, buffered", _one_of("auto", "direct", "buffered"),
-            "how files are written; auto tries O_DIRECT and falls back"),
+    Setting(
+        "host_cache_size",
+        "CKPT_RUN_HOST_CACHE_SIZE",
+        None,
+        "GiB per rank",
+        _positive,
+        "host memory that staged bytes wait in; default: derived from free memory and the ranks on this host",
+    ),
+    Setting(
+        "parser_threads",
+        "CKPT_RUN_PARSER_THREADS",
+        1,
+        "threads",
+        _count,
+        "native threads that turn saved objects into staged, checksummed blocks",
+    ),
+    Setting(
+        "pin_host_cache",
+        "CKPT_RUN_PIN_HOST_CACHE",
+        True,
+        "switch",
+        _switch,
+        "page-lock the host cache when there is a GPU",
+    ),
+    Setting(
+        "resume",
+        "CKPT_RUN_RESUME",
+        "never",
+        "auto, never, required",
+        _one_of("auto", "never", "required"),
+        "what a script that passes no resume_from_checkpoint does; the launcher sets auto",
+    ),
+    Setting(
+        "keep_trainer_saves",
+        "CKPT_RUN_KEEP_TRAINER_SAVES",
+        False,
+        "switch",
+        _switch,
+        "also give Trainer's own checkpoint-N in output_dir, made from the committed one",
+    ),
+    Setting(
+        "commit_timeout",
+        "CKPT_RUN_COMMIT_TIMEOUT",
+        1800.0,
+        "seconds",
+        _positive,
+        "how long the committer waits for every rank's vote before it abandons a checkpoint",
+    ),
+    Setting(
+        "exit_timeout",
+        "CKPT_RUN_EXIT_TIMEOUT",
+        600.0,
+        "seconds",
+        _positive,
+        "how long the end of training or of the process waits for what is in flight",
+    ),
+    Setting(
+        "io",
+        "CKPT_RUN_IO",
+        "auto",
+        "auto, direct, buffered",
+        _one_of("auto", "direct", "buffered"),
+        "how files are written; auto tries O_DIRECT and falls back",
+    ),
 )
 
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in TABLE}
@@ -104,7 +162,9 @@ class Settings:
     io: str
 
 
-def load(runtime_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+def load(
+    runtime_config: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+) -> Settings:
     """Settle every setting.
 
     Raises:

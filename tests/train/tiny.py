@@ -26,24 +26,54 @@ class Tokens(torch.utils.data.Dataset):
 def llama(seed: int = 0, **config: Any) -> LlamaForCausalLM:
     """A Llama of about 60,000 parameters with dropout, so that RNG state matters."""
     set_seed(seed)
-    defaults = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                    max_position_embeddings=32, attention_dropout=0.1)
+    defaults = dict(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=32,
+        attention_dropout=0.1,
+    )
     return LlamaForCausalLM(LlamaConfig(**{**defaults, **config}))
 
 
 def arguments(output_dir: Path, **changes: Any) -> TrainingArguments:
-    defaults = dict(output_dir=str(output_dir), max_steps=8, save_steps=2, per_device_train_batch_size=4, logging_steps=1,
-                    report_to="none", use_cpu=True, disable_tqdm=True, dataloader_pin_memory=False)
+    defaults = dict(
+        output_dir=str(output_dir),
+        max_steps=8,
+        save_steps=2,
+        per_device_train_batch_size=4,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+    )
     return TrainingArguments(**{**defaults, **changes})
 
 
-def trainer(output_dir: Path, model: torch.nn.Module | None = None, cls: type[Trainer] = Trainer, data: Any = None,
-            callbacks: list[Any] | None = None, processing_class: Any = None, optimizers: Any = (None, None),
-            **changes: Any) -> Trainer:
+def trainer(
+    output_dir: Path,
+    model: torch.nn.Module | None = None,
+    cls: type[Trainer] = Trainer,
+    data: Any = None,
+    callbacks: list[Any] | None = None,
+    processing_class: Any = None,
+    optimizers: Any = (None, None),
+    **changes: Any,
+) -> Trainer:
     """A Trainer on the tiny Llama (or ``model``); ``changes`` go to TrainingArguments."""
     data = data or Tokens()
-    return cls(model=model if model is not None else llama(), args=arguments(output_dir, **changes), train_dataset=data,
-               eval_dataset=data, callbacks=callbacks, processing_class=processing_class, optimizers=optimizers)
+    return cls(
+        model=model if model is not None else llama(),
+        args=arguments(output_dir, **changes),
+        train_dataset=data,
+        eval_dataset=data,
+        callbacks=callbacks,
+        processing_class=processing_class,
+        optimizers=optimizers,
+    )
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

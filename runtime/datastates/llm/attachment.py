@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from datastates.llm import fence, instance, log, readers, resume, trainer_module
-from datastates.llm.ranks import Ranks
 from datastates.llm.session import Session
 from datastates.settings import Settings
 from datastates.store.layout import CHECKPOINT_ROOT

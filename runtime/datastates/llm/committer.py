@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,9 +70,14 @@ class Committer:
 
     def _vote_and_settle(self, directory: CheckpointDir, save: Save, error: str | None) -> Outcome:
         attempt = self._plan.attempt
-        files = tuple(
-            FileEntry(directory.relative(result.path), result.size, result.crc32) for result in save.ticket.files
-        ) if error is None else ()
+        files = (
+            tuple(
+                FileEntry(directory.relative(result.path), result.size, result.crc32)
+                for result in save.ticket.files
+            )
+            if error is None
+            else ()
+        )
         vote = self._vote(save.step, save.number, files, error)
         if not self.commits:
             commit.cast_vote(directory, vote)
@@ -82,8 +87,14 @@ class Committer:
             if error is not None:
                 raise commit.CommitAbandoned(error)
             commit.cast_vote(directory, vote)
-            votes = commit.collect_votes(directory, attempt, save.number, range(self._ranks.size),
-                                         self._settings.commit_timeout, commit.never)
+            votes = commit.collect_votes(
+                directory,
+                attempt,
+                save.number,
+                range(self._ranks.size),
+                self._settings.commit_timeout,
+                commit.never,
+            )
             commit.publish(directory, votes, crc32=crc32)
         except (commit.CommitAbandoned, OSError) as trouble:
             commit.abandon(directory, attempt, save.number, str(trouble))
@@ -95,8 +106,12 @@ class Committer:
 
     def committed_bytes(self) -> int:
         """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
-        manifests = [checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed]
-        return sum(manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage)
+        manifests = [
+            checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed
+        ]
+        return sum(
+            manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage
+        )
 
     def begin_lineage(self, plan: Plan) -> None:
         """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
@@ -130,19 +145,35 @@ class Committer:
             logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
 
     def _vote(self, step: int, number: int, files: tuple[FileEntry, ...], error: str | None) -> Vote:
-        return Vote(attempt=self._plan.attempt, save=number, step=step, rank=self._ranks.rank, world_size=self._ranks.size,
-                    lineage=self._plan.lineage, ordinal=self._plan.ordinal, files=files, error=error)
+        return Vote(
+            attempt=self._plan.attempt,
+            save=number,
+            step=step,
+            rank=self._ranks.rank,
+            world_size=self._ranks.size,
+            lineage=self._plan.lineage,
+            ordinal=self._plan.ordinal,
+            files=files,
+            error=error,
+        )
 
     def _after_commit(self, directory: CheckpointDir) -> None:
         """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands."""
         args = self._trainer.args
         try:
             if self._settings.keep_trainer_saves:
-                mirror.trainer_save(directory, self._root.path.parent, self._plan.attempt, args.save_total_limit,
-                                    self._trainer.state.best_model_checkpoint)
+                mirror.trainer_save(
+                    directory,
+                    self._root.path.parent,
+                    self._plan.attempt,
+                    args.save_total_limit,
+                    self._trainer.state.best_model_checkpoint,
+                )
             best = self._trainer.state.best_model_checkpoint
             checkpoints = Catalog(self._root).checkpoints()
-            for checkpoint in retention.expendable(checkpoints, args.save_total_limit, best, lineage=self._plan.lineage):
+            for checkpoint in retention.expendable(
+                checkpoints, args.save_total_limit, best, lineage=self._plan.lineage
+            ):
                 retention.remove(checkpoint)
         except OSError as trouble:
             logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
@@ -151,9 +182,17 @@ class Committer:
         seconds = time.time() - save.began
         if outcome.committed:
             self._update_record(lambda record: record.at_step(max(record.step, save.step)))
-            self._journal.event("commit", step=save.step, seconds=seconds, bytes=save.nbytes, fence_s=save.fence_stall)
+            self._journal.event("commit", step=save.step, seconds=seconds, bytes=save.nbytes)
             if self.commits:
-                logger.info("%s checkpoint-%d is committed: %s, %.2f s after its save", log.PREFIX, save.step, human(save.nbytes), seconds)
+                logger.info(
+                    "%s checkpoint-%d is committed: %s, %.2f s after its save",
+                    log.PREFIX,
+                    save.step,
+                    human(save.nbytes),
+                    seconds,
+                )
             return
         self._journal.event("abandon", step=save.step, reason=outcome.reason)
-        logger.error("%s checkpoint-%d was not committed, training goes on: %s", log.PREFIX, save.step, outcome.reason)
+        logger.error(
+            "%s checkpoint-%d was not committed, training goes on: %s", log.PREFIX, save.step, outcome.reason
+        )

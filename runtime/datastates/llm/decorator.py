@@ -15,11 +15,9 @@ callback on_save      a callback that reads the files waits for them and finds t
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from datastates import settings
@@ -42,12 +40,18 @@ class DecoratedCheckpointing:
 
     def __init__(self, runtime_config: Mapping[str, Any], rank: int = -1) -> None:
         if not isinstance(runtime_config, Mapping):
-            raise TypeError(f"runtime_config is a {type(runtime_config).__name__}; expected a dict with the key 'trainer'")
+            raise TypeError(
+                f"runtime_config is a {type(runtime_config).__name__}; expected a dict with the key 'trainer'"
+            )
         if isinstance(rank, bool) or not isinstance(rank, int) or rank < -1:
-            raise settings.SettingError(f"rank is {rank!r}: expected a rank, or -1 to read it from the environment")
+            raise settings.SettingError(
+                f"rank is {rank!r}: expected a rank, or -1 to read it from the environment"
+            )
         trainer = runtime_config.get("trainer")
         if trainer is None or not callable(getattr(trainer, "_save_checkpoint", None)):
-            raise TypeError(f"runtime_config['trainer'] is {type(trainer).__name__}; expected a transformers.Trainer")
+            raise TypeError(
+                f"runtime_config['trainer'] is {type(trainer).__name__}; expected a transformers.Trainer"
+            )
         self._attachment = attach(trainer, settings.load(runtime_config))
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -44,12 +44,21 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
         try:
             return _sized(int(settings.host_cache_size * GIB), settings)
         except ValueError as error:
-            logger.error("%s host_cache_size=%g GiB is refused: %s. Set a smaller host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
-                         log.PREFIX, settings.host_cache_size, error)
+            logger.error(
+                "%s host_cache_size=%g GiB is refused: %s. Set a smaller host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
+                log.PREFIX,
+                settings.host_cache_size,
+                error,
+            )
     size = default_size(_free_memory(), ranks.local_size)
     if ranks.local_rank == 0:
-        logger.info("%s host cache: %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
-                    "host_cache_size sets it)", log.PREFIX, size / GIB, ranks.local_size)
+        logger.info(
+            "%s host cache: %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
+            "host_cache_size sets it)",
+            log.PREFIX,
+            size / GIB,
+            ranks.local_size,
+        )
     return _sized(size, settings)
 
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from datastates.store.layout import PRIVATE, CheckpointDir, step_of
 
 
-def trainer_save(committed: CheckpointDir, output_dir: Path, attempt: str, limit: int | None, best: str | None) -> Path:
+def trainer_save(
+    committed: CheckpointDir, output_dir: Path, attempt: str, limit: int | None, best: str | None
+) -> Path:
     """Give ``output_dir/checkpoint-N``, hard links where the file system has them, and keep Trainer's limit there.
 
     The name appears with everything in it: the copy is made under another name that no tool of Trainer's looks at.
@@ -20,7 +22,9 @@ def trainer_save(committed: CheckpointDir, output_dir: Path, attempt: str, limit
     destination = output_dir / committed.path.name
     making = output_dir / f".{committed.path.name}-{attempt}"
     shutil.rmtree(making, ignore_errors=True)
-    shutil.copytree(committed.path, making, copy_function=_link_or_copy, symlinks=True, ignore=_private_of(committed.path))
+    shutil.copytree(
+        committed.path, making, copy_function=_link_or_copy, symlinks=True, ignore=_private_of(committed.path)
+    )
     if destination.exists():
         shutil.rmtree(destination)
     making.rename(destination)

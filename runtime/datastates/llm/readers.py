@@ -12,7 +12,9 @@ from typing import Any
 from transformers.trainer_callback import TrainerCallback
 
 _UPLOADS: dict[str, Callable[[Any], bool]] = {
-    "WandbCallback": lambda callback: str(getattr(callback._log_model, "value", callback._log_model)) == "checkpoint",
+    "WandbCallback": lambda callback: (
+        str(getattr(callback._log_model, "value", callback._log_model)) == "checkpoint"
+    ),
     "MLflowCallback": lambda callback: bool(callback._log_artifacts),
     "NeptuneCallback": lambda callback: bool(callback._should_upload_checkpoint),
     "ClearMLCallback": lambda callback: bool(callback._log_model),

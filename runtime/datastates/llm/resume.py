@@ -63,7 +63,9 @@ def count_train_call(output_dir: str) -> int:
     return now
 
 
-def choose(request: Request, settings: Settings, output_dir: str, number: int, record: RunRecord | None) -> ResumePoint | None:
+def choose(
+    request: Request, settings: Settings, output_dir: str, number: int, record: RunRecord | None
+) -> ResumePoint | None:
     """Settle where the ``train()`` call with ordinal ``number`` starts; None is the beginning. Rank 0 alone asks.
 
     Args:
@@ -83,10 +85,17 @@ def choose(request: Request, settings: Settings, output_dir: str, number: int, r
         return None
     point = catalog.resume_point(output_dir, number, on_skip=tell_skipped, crc32=crc32)
     if point is not None:
-        logger.info("%s resuming at step %d from %s%s", log.PREFIX, point.step, point.path,
-                    "" if asked else " (ckpt-run --fresh starts over)")
+        logger.info(
+            "%s resuming at step %d from %s%s",
+            log.PREFIX,
+            point.step,
+            point.path,
+            "" if asked else " (ckpt-run --fresh starts over)",
+        )
     elif required:
-        raise ResumeRequired(f"--resume required, and there is no checkpoint to resume from under {output_dir}")
+        raise ResumeRequired(
+            f"--resume required, and there is no checkpoint to resume from under {output_dir}"
+        )
     elif asked:
         logger.error("%s No Checkpoint found with step: -1", log.PREFIX)
     return point
@@ -142,5 +151,7 @@ def let_cpu_ranks_load() -> None:
     if not _cpu_ranks_load:
         _cpu_ranks_load = True
         torch.serialization.register_package(
-            19, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
+            19,
+            lambda storage: None,
+            lambda storage, location: storage if location.startswith("cpu:") else None,
         )

@@ -42,21 +42,30 @@ class Save:
         ticket: the engine's side of it.
         late: the tensors that are copied late.
         finish: votes and waits for the outcome; runs on the save's own thread.
+        note: records an event of the journal.
         torn: is told the names of tensors that did not hold still.
     """
 
-    def __init__(self, step: int, number: int, ticket: Ticket, late: list[StillTensor], finish: Finish,
-                 torn: Callable[[list[str]], None]) -> None:
+    def __init__(
+        self,
+        step: int,
+        number: int,
+        ticket: Ticket,
+        late: list[StillTensor],
+        finish: Finish,
+        torn: Callable[[list[str]], None],
+        note: Callable[..., object],
+    ) -> None:
         self.step = step
         self.number = number
         self.ticket = ticket
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
-        self.fence_stall = 0.0
         self.outcome: Outcome | None = None
         self._late = late
         self._finish = finish
         self._torn = torn
+        self._note = note
         self._settling = threading.Lock()
         self._settled = False
         self._done = threading.Event()
@@ -79,12 +88,14 @@ class Save:
             if disturbed:
                 self._torn(list(disturbed))
                 name, reason = next(iter(disturbed.items()))
-                self.ticket.cancel(f"torn snapshot: {name}: {reason} between the save and the fence ({len(disturbed)} tensors)")
+                self.ticket.cancel(
+                    f"torn snapshot: {name}: {reason} between the save and the fence ({len(disturbed)} tensors)"
+                )
             else:
                 self.ticket.approve()
 
     def note_stall(self, seconds: float) -> None:
-        self.fence_stall += seconds
+        self._note("fence", step=self.step, stall_s=seconds)
 
     def wait(self, timeout: float | None) -> bool:
         """Until the outcome is known; False when it is not after ``timeout`` seconds."""
@@ -95,9 +106,10 @@ class Save:
             self.ticket.wait_staged(help=False)
             self.settle()
             FENCE.leave(self)
+            self._note("staged", step=self.step, seconds=time.time() - self.began)
             self.ticket.wait()
             self.outcome = self._finish(self, str(self.ticket.error) if self.ticket.error else None)
-        except Exception as error:  # noqa: BLE001 - the end of a thread: written down here, or lost; training must go on
+        except Exception as error:
             logger.exception("%s checkpoint-%d was given up", log.PREFIX, self.step)
             self.outcome = Outcome(False, f"{type(error).__name__}: {error}")
         finally:

@@ -25,7 +25,7 @@ from datastates.llm.save import Save
 from datastates.llm.scope import SaveScope
 from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
-from datastates.store import commit, lineage, layout
+from datastates.store import commit, layout, lineage
 from datastates.store.journal import Journal, RunRecord
 
 logger = log.logger("datastates.llm.decorator")
@@ -36,6 +36,7 @@ class Plan:
     """What rank 0 decided at the start of ``train()``, the same on every rank. ``trouble``: why nothing can be saved."""
 
     root: str
+    run_id: str
     attempt: str
     lineage: str
     ordinal: int
@@ -81,21 +82,36 @@ class Session:
         if isinstance(plan, resume.ResumeRequired):
             raise plan
         if plan.trouble and place.rank == 0:
-            logger.error("%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, plan.trouble)
+            logger.error(
+                "%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, plan.trouble
+            )
         return cls(trainer, settings, place, plan)
 
     def _open(self) -> bool:
         root = layout.Root(Path(self.root))
         try:
             self._engine = host_cache.engine(self._settings, self._ranks)
-            self._journal = Journal(root, self._ranks.rank, self._plan.attempt)
+            self._journal = Journal(root, self._ranks.rank, self._plan.run_id, self._plan.attempt)
         except OSError as error:
-            logger.error("%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, error)
+            logger.error(
+                "%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, error
+            )
             return False
         intercept.install()
-        self._journal.event("hooked", rank=self._ranks.rank, world_size=self._ranks.size)
-        self._journal.event("train_begin", lineage=self._plan.lineage, ordinal=self._plan.ordinal,
-                            resume_step=self._plan.resume_step, max_steps=self._trainer.args.max_steps)
+        self._journal.event(
+            "hooked",
+            rank=self._ranks.rank,
+            world_size=self._ranks.size,
+            pid=os.getpid(),
+            host=os.uname().nodename,
+        )
+        self._journal.event(
+            "train_begin",
+            lineage=self._plan.lineage,
+            ordinal=self._plan.ordinal,
+            resume_step=self._plan.resume_step,
+            max_steps=self._trainer.args.max_steps,
+        )
         self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
         return True
 
@@ -115,7 +131,9 @@ class Session:
         if save is not None:
             save.start()
             self._in_flight = [*(other for other in self._in_flight if other.outcome is None), save]
-            self._journal.event("save", step=step, save=self._number, bytes=save.nbytes, stall_s=time.perf_counter() - began)
+            self._journal.event(
+                "save", step=step, save=self._number, bytes=save.nbytes, stall_s=time.perf_counter() - began
+            )
         self._run_after_scope()
 
     def _run_scope(self, step: int, number: int, original: Callable[[], None]) -> Save | None:
@@ -127,7 +145,9 @@ class Session:
             with self._scope(scope):
                 original()
             pending = [
-                PendingFile(image, str(directory.temporary(f"{self._plan.attempt}-r{self._ranks.rank}", n)), path)
+                PendingFile(
+                    image, str(directory.temporary(f"{self._plan.attempt}-r{self._ranks.rank}", n)), path
+                )
                 for n, (path, image) in enumerate(scope.collect())
             ]
         except Exception as error:
@@ -139,7 +159,15 @@ class Session:
         self._tell_shortage(pending)
         assert self._engine is not None
         ticket = self._engine.submit(pending)
-        return Save(step, number, ticket, list(scope.late()), self._committer.finish, self._torn_before.update)
+        return Save(
+            step,
+            number,
+            ticket,
+            list(scope.late()),
+            self._committer.finish,
+            self._torn_before.update,
+            self._journal.event,
+        )
 
     @contextmanager
     def _scope(self, scope: SaveScope) -> Iterator[None]:
@@ -172,15 +200,23 @@ class Session:
     def _note_best_model(self) -> None:
         """What ``_save_checkpoint`` would have noted for a step that is already there."""
         state = self._trainer.state
-        best = layout.Root(Path(self.root)).checkpoint(state.best_global_step).path if state.best_global_step else None
+        best = (
+            layout.Root(Path(self.root)).checkpoint(state.best_global_step).path
+            if state.best_global_step
+            else None
+        )
         if best is not None and best.exists():
             state.best_model_checkpoint = str(best)
 
     def _tell_shortage(self, pending: list[PendingFile]) -> None:
         if not self._space_told and self._committer.commits:
             self._space_told = True
-            space.tell_shortage(self.root, sum(file.image.size for file in pending), self._committer.committed_bytes(),
-                                self._trainer.args.save_total_limit)
+            space.tell_shortage(
+                self.root,
+                sum(file.image.size for file in pending),
+                self._committer.committed_bytes(),
+                self._trainer.args.save_total_limit,
+            )
 
     # -- readers --------------------------------------------------------------------------------------------------------
 
@@ -207,18 +243,27 @@ class Session:
         if not pending:
             return
         total = sum(save.nbytes for save in pending)
-        logger.info("%s waiting for %s: %s still being written", log.PREFIX,
-                    ", ".join(f"checkpoint-{save.step}" for save in pending), space.human(total))
+        logger.info(
+            "%s waiting for %s: %s still being written",
+            log.PREFIX,
+            ", ".join(f"checkpoint-{save.step}" for save in pending),
+            space.human(total),
+        )
         began = time.monotonic()
         if self._wait(self._settings.exit_timeout, "end"):
             logger.info("%s waited %.1f s", log.PREFIX, time.monotonic() - began)
         else:
-            logger.error("%s gave up waiting after %.0f s (exit_timeout)", log.PREFIX, time.monotonic() - began)
+            logger.error(
+                "%s gave up waiting after %.0f s (exit_timeout)", log.PREFIX, time.monotonic() - began
+            )
 
     def wait(self, timeout: float | None) -> bool:
         """Until every save has its outcome; False when one has none after ``timeout`` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        return all(save.wait(None if deadline is None else max(deadline - time.monotonic(), 0)) for save in self._in_flight)
+        return all(
+            save.wait(None if deadline is None else max(deadline - time.monotonic(), 0))
+            for save in self._in_flight
+        )
 
     def _wait(self, timeout: float, what: str) -> bool:
         FENCE.wait()
@@ -235,7 +280,9 @@ class Session:
         if not self.active:
             return
         self.wait_for_all()
-        self._plan = replace(self._plan, lineage=f"{self._plan.lineage}-{entry}", attempt=f"{self._plan.attempt}-{entry}")
+        self._plan = replace(
+            self._plan, lineage=f"{self._plan.lineage}-{entry}", attempt=f"{self._plan.attempt}-{entry}"
+        )
         self._steps = {self._plan.resume_step} if self._plan.resume_step else set()
         self._committer.begin_lineage(self._plan)
 
@@ -277,26 +324,36 @@ def _is_writing_trouble(error: Exception) -> bool:
     )
 
 
-def _plan(trainer: Any, settings: Settings, request: resume.Request, root: str) -> Plan | resume.ResumeRequired:
+def _plan(
+    trainer: Any, settings: Settings, request: resume.Request, root: str
+) -> Plan | resume.ResumeRequired:
     """Rank 0's decisions, and what follows from them on disk before any rank writes."""
     attempt, lineage_id = lineage.new_id(), lineage.new_id()
-    output_dir = os.path.dirname(root)
+    run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
+    output_dir = str(Path(root).parent)
     ordinal = resume.count_train_call(output_dir)
     given = os.fspath(request.resume) if isinstance(request.resume, (str, os.PathLike)) else None
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
         commit.sweep(layout.Root(Path(root)), attempt)
-        here = RunRecord.here(run_id=os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id(), attempt=attempt,
-                              output_dir=output_dir, world_size=trainer.args.world_size,
-                              step=max(choice.step, 0) if choice else 0, max_steps=max(trainer.args.max_steps, 0))
-        mine, here = lineage.begin(record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH"))
+        here = RunRecord.here(
+            run_id=run_id,
+            attempt=attempt,
+            output_dir=output_dir,
+            world_size=trainer.args.world_size,
+            step=max(choice.step, 0) if choice else 0,
+            max_steps=max(trainer.args.max_steps, 0),
+        )
+        mine, here = lineage.begin(
+            record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
+        )
         here.write(layout.Root(Path(root)))
     except resume.ResumeRequired as error:
         return error
     except OSError as error:
-        return Plan(root, attempt, lineage_id, ordinal, given, 0, str(error))
+        return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, str(error))
     if choice is None:
-        return Plan(root, attempt, mine.id, ordinal, None, 0)
+        return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
     continues = choice.lineage == mine.id and choice.kind == lineage.OURS
-    return Plan(root, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)
+    return Plan(root, run_id, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)

@@ -9,7 +9,9 @@ from datastates.llm import log
 logger = log.logger("datastates.llm.decorator")
 
 
-def shortage(root: str, checkpoint_bytes: int, committed_bytes: int, limit: int | None) -> tuple[int, int] | None:
+def shortage(
+    root: str, checkpoint_bytes: int, committed_bytes: int, limit: int | None
+) -> tuple[int, int] | None:
     """Bytes needed and bytes free, when the disk of ``root`` cannot hold the checkpoints to come; None when it can.
 
     With a limit of N there are N + 1 checkpoints for a moment, since an old one goes only after a newer one is committed.
@@ -25,8 +27,15 @@ def tell_shortage(root: str, checkpoint_bytes: int, committed_bytes: int, limit:
     """One line with both figures, when there is a shortage."""
     found = shortage(root, checkpoint_bytes, committed_bytes, limit)
     if found is not None:
-        logger.error("%s the disk of %s has %s free, and save_total_limit=%s needs %s more (%s a checkpoint)", log.PREFIX, root,
-                     human(found[1]), limit, human(found[0]), human(checkpoint_bytes))
+        logger.error(
+            "%s the disk of %s has %s free, and save_total_limit=%s needs %s more (%s a checkpoint)",
+            log.PREFIX,
+            root,
+            human(found[1]),
+            limit,
+            human(found[0]),
+            human(checkpoint_bytes),
+        )
 
 
 def human(nbytes: float) -> str:

@@ -57,8 +57,11 @@ class SteppingOptimizers:
             self._inside_backward.add(optimizer)
 
     def trusted(self) -> list[torch.optim.Optimizer]:
-        return [optimizer for optimizer in self._seen
-                if optimizer not in self._inside_backward and not _swaps_weights(optimizer)]
+        return [
+            optimizer
+            for optimizer in self._seen
+            if optimizer not in self._inside_backward and not _swaps_weights(optimizer)
+        ]
 
 
 def still_tensors(
@@ -85,7 +88,9 @@ def still_tensors(
     return found
 
 
-def _tensors_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
     index = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -82,7 +82,9 @@ def _teach_upload(trainer: types.ModuleType) -> None:
 
     if not hasattr(HfApi.upload_folder, "_leaves_checkpoints_out"):
         HfApi.upload_folder = _without_checkpoints(HfApi.upload_folder)  # type: ignore[method-assign]
-    bound = getattr(trainer, "upload_folder", None)  # transformers 4 binds the method of huggingface_hub's shared HfApi
+    bound = getattr(
+        trainer, "upload_folder", None
+    )  # transformers 4 binds the method of huggingface_hub's shared HfApi
     if bound is not None and not hasattr(bound, "_leaves_checkpoints_out"):
         trainer.upload_folder = _without_checkpoints(bound)  # type: ignore[attr-defined]
 
