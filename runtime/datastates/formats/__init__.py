@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
-from datastates.formats.builder import CannotImage, Describe
+from datastates.formats.builder import Describe
+from datastates.formats.device import CannotImage
 
 __all__ = ["CannotImage", "Describe"]

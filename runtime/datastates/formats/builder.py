@@ -21,10 +21,6 @@ INLINE_BUDGET = 16 * 2**20
 """Bytes that one image copies that way; small memory beyond it becomes memory parts."""
 
 
-class CannotImage(Exception):
-    """The object has something whose file cannot be imaged exactly. The caller leaves it to the stock writer; the text says why."""
-
-
 class ImageBuilder:
     """Appends parts; neighbouring literal bytes become one part. ``offset`` is where the next byte goes."""
 

@@ -22,6 +22,10 @@ class Place(NamedTuple):
 HOST = Place(CPU, 0)
 
 
+class CannotImage(Exception):  # noqa: N818 - it is a verdict, not a fault
+    """The object has something whose file cannot be imaged exactly. The caller leaves it to the stock writer; the text says why."""
+
+
 class _Thread(threading.local):
     uncopied = 0
 
@@ -29,48 +33,37 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def place(device: torch.device) -> Place | None:
-    """The place of memory on ``device``; None if the engine cannot read that kind of memory."""
+def place(device: torch.device) -> Place:
+    """The place of memory on ``device``; its stream is the one that is current on this thread.
+
+    Raises:
+        CannotImage: the engine cannot read that kind of memory.
+    """
     if device.type == "cpu":
         return HOST
     if device.type == "cuda" and torch.version.cuda is not None:
         stream = torch.cuda.current_stream(device)
         return Place(stream.device_index, stream.cuda_stream)
-    return None
-
-
-class Places:
-    """:func:`place`, asked once for each device. Good for one save on one thread: the current stream may be another one later."""
-
-    def __init__(self) -> None:
-        self._known: dict[torch.device, Place | None] = {}
-
-    def __call__(self, device: torch.device) -> Place | None:
-        try:
-            return self._known[device]
-        except KeyError:
-            return self._known.setdefault(device, place(device))
+    raise CannotImage(f"tensors on a {device.type} device")
 
 
 def install() -> None:
-    """Let ``UntypedStorage.cpu`` answer the storage itself on threads inside :func:`uncopied`. Idempotent, process-wide."""
-    stock = torch.UntypedStorage.cpu
+    """Make ``UntypedStorage.cpu`` heed :func:`uncopied`. Idempotent, process-wide."""
+    stock: Any = torch.UntypedStorage.cpu
     if getattr(stock, "_ckpt_run", False):
         return
 
     def cpu(self: torch.UntypedStorage) -> Any:
-        if _thread.uncopied and place(self.device) is not None:
-            return self
-        return stock(self)
+        return self if _thread.uncopied else stock(self)
 
     cpu._ckpt_run = True  # type: ignore[attr-defined]
     cpu.__doc__ = stock.__doc__
-    torch.UntypedStorage.cpu = cpu  # type: ignore[method-assign]
+    torch.UntypedStorage.cpu = cpu  # type: ignore[method-assign, assignment]
 
 
 @contextlib.contextmanager
 def uncopied() -> Iterator[None]:
-    """While open, ``storage.cpu()`` on this thread copies no memory that the engine can read where it is."""
+    """While open, ``storage.cpu()`` on this thread copies nothing and answers the storage itself."""
     with _pageable():
         _thread.uncopied += 1
         try:

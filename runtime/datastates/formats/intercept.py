@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ import torch
 
 from datastates.engine.image import FileImage
 from datastates.formats import device, safetensors_file, self_check
-from datastates.formats.builder import CannotImage
+from datastates.formats.device import CannotImage
 from datastates.formats.torch_zip import ZipRecorder
 
 
@@ -81,10 +82,10 @@ def _wanting_sink(path: Any, check: Callable[[], str | None]) -> Sink | None:
     target = _thread.sink
     if target is None or not isinstance(path, str) or not target.wants(path):
         return None
-    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or "."):
-        return None
     if isinstance(target, self_check.Collector):
         return target
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        return None  # the stock writer says best what is wrong with it
     problem = check()
     if problem is not None:
         _tell(target, problem)
@@ -102,7 +103,8 @@ def _tell(target: Sink, text: str) -> None:
 
 
 def _install_torch() -> None:
-    stock_open = torch.serialization._open_zipfile_writer
+    library: Any = torch.serialization
+    stock_open: Callable[[Any], AbstractContextManager[Any]] = library._open_zipfile_writer
 
     def open_zipfile_writer(name_or_buffer: Any) -> AbstractContextManager[Any]:
         path = os.fspath(name_or_buffer) if isinstance(name_or_buffer, os.PathLike) else name_or_buffer
@@ -115,13 +117,15 @@ def _install_torch() -> None:
             _tell(target, str(reason))
             return stock_open(name_or_buffer)
 
-    torch.serialization._open_zipfile_writer = open_zipfile_writer
+    library._open_zipfile_writer = open_zipfile_writer
 
 
 class _RedirectedZip:
     """Takes the place of torch's zip writer; becomes one, and repeats all records to it, when something cannot be imaged."""
 
-    def __init__(self, path: str, target: Sink, stock_open: Callable[[str], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self, path: str, target: Sink, stock_open: Callable[[str], AbstractContextManager[Any]]
+    ) -> None:
         self._path = path
         self._sink = target
         self._stock_open = stock_open
@@ -139,7 +143,7 @@ class _RedirectedZip:
                 return
             except CannotImage as reason:
                 self._fall_back(str(reason))
-        self._stock_writer.write_record(name, data, size)
+        self._stock_writer.write_record(name, _on_host(data), size)
 
     def __getattr__(self, name: str) -> Any:
         """Whatever else torch's writer can do, only torch's writer can do."""
@@ -168,10 +172,13 @@ class _RedirectedZip:
         self._stock = self._stock_open(self._path)
         self._stock_writer = self._stock.__enter__()
         for name, payload in self._recorder.records:
-            if isinstance(payload, bytes):
-                self._stock_writer.write_record(name, payload, len(payload))
-            else:
-                self._stock_writer.write_record(name, payload.cpu(), payload.nbytes())
+            size = len(payload) if isinstance(payload, bytes) else payload.nbytes()
+            self._stock_writer.write_record(name, _on_host(payload), size)
+
+
+def _on_host(data: Any) -> Any:
+    """What torch.save itself hands to its writer."""
+    return data.cpu() if isinstance(data, torch.UntypedStorage) else data  # type: ignore[no-untyped-call]
 
 
 # safetensors

@@ -47,7 +47,9 @@ def validate(image: FileImage) -> None:
     position = 0
     for part in sorted((part for parts in lists for part in parts), key=lambda part: part.offset):
         if part.offset != position:
-            raise ValueError(f"{'gap' if part.offset > position else 'overlap'} at byte {min(position, part.offset)}")
+            raise ValueError(
+                f"{'gap' if part.offset > position else 'overlap'} at byte {min(position, part.offset)}"
+            )
         if length(part) == 0:
             raise ValueError(f"empty part at byte {position}")
         if _looks_back_to(part) > position:

@@ -19,7 +19,8 @@ import torch
 
 from datastates.engine.image import FileImage
 from datastates.formats import device
-from datastates.formats.builder import CannotImage, Describe, ImageBuilder
+from datastates.formats.builder import Describe, ImageBuilder
+from datastates.formats.device import CannotImage
 
 _EMPTY = '"shape":[0],"data_offsets":[0,0]'
 _PACKED_DTYPES = frozenset({getattr(torch, "float4_e2m1fn_x2", None)} - {None})
@@ -53,7 +54,11 @@ def _check(tensors: dict[str, torch.Tensor]) -> None:
     if not isinstance(tensors, dict):
         _let_library_refuse(tensors)
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or not tensor.is_contiguous():
+        if (
+            not isinstance(tensor, torch.Tensor)
+            or tensor.layout != torch.strided
+            or not tensor.is_contiguous()
+        ):
             _let_library_refuse({name: tensor})
     if any(len(names) > 1 for names in safetensors.torch._find_shared_tensors(tensors)):
         _let_library_refuse(tensors)
@@ -95,9 +100,10 @@ def _lay_out(tensors: list[tuple[str, torch.Tensor]], header: str, describe: Des
     header_bytes += b" " * (-len(header_bytes) % 8)
     builder = ImageBuilder()
     builder.literal(len(header_bytes).to_bytes(8, "little") + header_bytes)
-    places = device.Places()
+    place_of = functools.cache(device.place)
     for name, tensor in tensors:
-        _add_tensor(builder, name, tensor, places, describe)
+        if tensor.numel():
+            _add_tensor(builder, name, tensor, place_of(tensor.device), describe)
     return builder.finish()
 
 
@@ -129,16 +135,9 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _add_tensor(
-    builder: ImageBuilder, name: str, tensor: torch.Tensor, places: device.Places, describe: Describe
+    builder: ImageBuilder, name: str, tensor: torch.Tensor, place: device.Place, describe: Describe
 ) -> None:
-    nbytes = _nbytes(tensor)
-    if nbytes == 0:
-        return
-    place = places(tensor.device)
-    if place is None:
-        tensor = tensor.to("cpu")  # as the library does; the copy is ours alone
-        place = device.HOST
-    address = tensor.data_ptr()
+    nbytes, address = _nbytes(tensor), tensor.data_ptr()
     if not address:
         raise CannotImage("a tensor has elements but no memory of its own")
     small = builder.small(address, nbytes, place)

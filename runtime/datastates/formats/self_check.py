@@ -47,8 +47,8 @@ def torch_zip() -> str | None:
         torch.save(sample, buffer)
         return buffer.getvalue()
 
-    # A stream has no name, so torch calls it "archive".
-    return _compare(f"torch {torch.__version__}", stock, lambda: torch.save(sample, "archive.pt"))
+    # A stream has no name, so torch calls it "archive". Were the path not intercepted, nothing could be written there.
+    return _compare(f"torch {torch.__version__}", stock, lambda: torch.save(sample, "/dev/null/archive.pt"))
 
 
 @functools.cache
@@ -59,19 +59,20 @@ def safetensors_file() -> str | None:
     return _compare(
         f"safetensors {safetensors.__version__}",
         lambda: safetensors.torch.save(sample, metadata),
-        lambda: safetensors.torch.save_file(sample, "archive.safetensors", metadata),
+        lambda: safetensors.torch.save_file(sample, "/dev/null/archive.safetensors", metadata),
     )
 
 
 def _sample() -> dict[str, torch.Tensor]:
-    large = torch.arange(5000, dtype=torch.float32).reshape(50, 100)
+    host = torch.device("cpu")  # whatever the program's default device is
+    large = torch.arange(5000, dtype=torch.float32, device=host).reshape(50, 100)
     return {
         "large": large,
         "view": large[3:7],
-        "small": torch.arange(7, dtype=torch.int16),
-        "empty": torch.empty(0, 3),
-        "scalar": torch.tensor(2.5, dtype=torch.float64),
-        "half": torch.arange(3000, dtype=torch.float32).to(torch.bfloat16),
+        "small": torch.arange(7, dtype=torch.int16, device=host),
+        "empty": torch.empty(0, 3, device=host),
+        "scalar": torch.tensor(2.5, dtype=torch.float64, device=host),
+        "half": torch.arange(3000, dtype=torch.float32, device=host).to(torch.bfloat16),
     }
 
 

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import io
 import zipfile
-import zlib
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +25,8 @@ import torch
 
 from datastates.engine.image import CPU, FileImage
 from datastates.formats import device
-from datastates.formats.builder import CannotImage, Describe
+from datastates.formats.builder import Describe
+from datastates.formats.device import CannotImage
 from datastates.formats.zip_layout import DESCRIPTOR_MARK, ZipLayout
 
 _SERIALIZATION_ID = ".data/serialization_id"
@@ -48,6 +50,7 @@ class ZipRecorder:
         self.image: FileImage | None = None
         self.records: list[tuple[str, bytes | torch.UntypedStorage]] = []
         self._describe = describe
+        self._place_of = functools.cache(device.place)
         self._prefix = record_prefix(path)
         self._alignment = _alignment()
         self._uncopied = contextlib.ExitStack()
@@ -73,7 +76,8 @@ class ZipRecorder:
     ) -> None:
         self.stop_holding()
         if error is None:
-            self.image = self._lay_out()
+            with _without_garbage_collection():
+                self.image = self._lay_out()
 
     def stop_holding(self) -> None:
         """From now on ``storage.cpu()`` copies again."""
@@ -90,17 +94,19 @@ class ZipRecorder:
     def _take_storage(self, name: str, storage: torch.UntypedStorage, size: int) -> None:
         if size != storage.nbytes():
             raise CannotImage(f"record {name} is not the whole of its storage")
+        self._place_of(storage.device)
+        if size and not storage.data_ptr():
+            raise CannotImage("a storage has a size but no memory")
         self.records.append((name, storage))
 
     def _lay_out(self) -> FileImage:
         names = tuple(name for name, _ in self.records)
         layout = ZipLayout(self._prefix, self._alignment)
-        places = device.Places()
         for name, payload in self.records:
             if isinstance(payload, bytes):
                 layout.add(name, payload)
             else:
-                self._add_storage(layout, name, payload, places)
+                self._add_storage(layout, name, payload, self._place_of(payload.device))
         for name, data in _trailing_records(tuple(name for name in names if not name.startswith("data/"))):
             layout.add(name, data)
         _add_serialization_id(layout, _names_hash(names))
@@ -108,14 +114,9 @@ class ZipRecorder:
         return layout.builder.finish()
 
     def _add_storage(
-        self, layout: ZipLayout, name: str, storage: torch.UntypedStorage, places: device.Places
+        self, layout: ZipLayout, name: str, storage: torch.UntypedStorage, place: device.Place
     ) -> None:
-        place = places(storage.device)
-        if place is None:
-            raise CannotImage(f"a storage is on device {storage.device}")
         nbytes, address = storage.nbytes(), storage.data_ptr()
-        if nbytes and not address:
-            raise CannotImage("a storage has a size but no memory")
         small = layout.builder.small(address, nbytes, place)
         if small is not None:
             _refuse_descriptor_mark(small)
@@ -144,6 +145,19 @@ def record_prefix(path: str) -> bytes:
     prefix = stem.encode()
     _refuse_descriptor_mark(prefix)
     return prefix
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Tens of thousands of parts without any cycle would set off full collections, each as long as all the rest."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _refuse_descriptor_mark(data: bytes) -> None:

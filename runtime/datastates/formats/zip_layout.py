@@ -11,7 +11,8 @@ import struct
 import zlib
 from typing import NamedTuple
 
-from datastates.formats.builder import CannotImage, ImageBuilder
+from datastates.formats.builder import ImageBuilder
+from datastates.formats.device import CannotImage
 
 _HUGE = 0xFFFFFFFF
 _UTF8_NAME = 0x0800
@@ -126,9 +127,7 @@ class ZipLayout:
         zip64 = _zip64_extra(size, size, header)
         short = min(size, _HUGE)
         first = _DIRECTORY_START.pack(b"PK\x01\x02", 0, 0, _flags(size), 0, 0, 0)
-        rest = _DIRECTORY_REST.pack(
-            short, short, len(name), len(zip64), 0, 0, 0, 0, min(header, _HUGE)
-        )
+        rest = _DIRECTORY_REST.pack(short, short, len(name), len(zip64), 0, 0, 0, 0, min(header, _HUGE))
         if crc is not None:
             self.builder.literal(first + crc + rest + name + zip64)
             return
