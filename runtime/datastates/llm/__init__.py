@@ -9,6 +9,6 @@ Under ``ckpt-run``, or with its hook in PYTHONPATH, every Trainer is decorated w
 
 from __future__ import annotations
 
-from datastates.llm.decorator import DecoratedCheckpointing, attach, instrument
+from datastates.llm.decorator import DecoratedCheckpointing, attach, prepare
 
-__all__ = ["DecoratedCheckpointing", "attach", "instrument"]
+__all__ = ["DecoratedCheckpointing", "attach", "prepare"]

@@ -83,24 +83,14 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
     return attachment
 
 
-def instrument(trainer_module: Any) -> None:
-    """Let every Trainer of ``transformers.trainer`` be decorated as it is built. The injected hook calls this."""
-    from datastates.llm import trainer_module as functions
+def prepare() -> None:
+    """Teach transformers' functions about our checkpoints; the hook calls this as soon as ``transformers.trainer`` is there.
 
-    functions.install()
-    original = trainer_module.Trainer.__init__
-    if hasattr(original, "_attaches"):
-        return
+    Scripts ask ``get_last_checkpoint`` before they build a Trainer.
+    """
+    from datastates.llm import trainer_module
 
-    import functools
-
-    @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        attach(self)
-
-    __init__._attaches = True  # type: ignore[attr-defined]
-    trainer_module.Trainer.__init__ = __init__
+    trainer_module.install()
 
 
 def _tell_missing_engine(error: ImportError) -> None:

@@ -21,7 +21,7 @@ from datastates.store.runrecord import RunRecord
 logger = log.logger("datastates.llm.decorator")
 
 
-class ResumeRequired(RuntimeError):
+class NothingToResumeError(RuntimeError):
     """``--resume required``, and there is nothing to resume from."""
 
 
@@ -72,7 +72,7 @@ def choose(
         record: the last run in ``output_dir``; a script that passes nothing resumes only when that did not finish.
 
     Raises:
-        ResumeRequired: the settings require a checkpoint and there is none.
+        NothingToResumeError: the settings require a checkpoint and there is none.
     """
     if isinstance(request.resume, (str, os.PathLike)):
         return catalog.explicit_point(output_dir, number, request.resume, crc32=crc32)
@@ -93,7 +93,7 @@ def choose(
             "" if asked else " (ckpt-run --fresh starts over)",
         )
     elif required:
-        raise ResumeRequired(
+        raise NothingToResumeError(
             f"--resume required, and there is no checkpoint to resume from under {output_dir}"
         )
     elif asked:

@@ -73,13 +73,13 @@ class Session:
         """Meet the other ranks and agree.
 
         Raises:
-            resume.ResumeRequired: on every rank.
+            resume.NothingToResumeError: on every rank.
         """
         place = ranks.Ranks.of(trainer)
         ranks.meet(place)
         plan = _plan(trainer, settings, request, root) if place.rank == 0 else None
         plan = ranks.tell(place, plan, trainer.args.device)
-        if isinstance(plan, resume.ResumeRequired):
+        if isinstance(plan, resume.NothingToResumeError):
             raise plan
         if plan.trouble and place.rank == 0:
             logger.error(
@@ -326,7 +326,7 @@ def _is_writing_trouble(error: Exception) -> bool:
 
 def _plan(
     trainer: Any, settings: Settings, request: resume.Request, root: str
-) -> Plan | resume.ResumeRequired:
+) -> Plan | resume.NothingToResumeError:
     """Rank 0's decisions, and what follows from them on disk before any rank writes."""
     attempt, lineage_id = lineage.new_id(), lineage.new_id()
     run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
@@ -349,7 +349,7 @@ def _plan(
             record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
         )
         here.write(layout.Root(Path(root)))
-    except resume.ResumeRequired as error:
+    except resume.NothingToResumeError as error:
         return error
     except OSError as error:
         return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, str(error))
