@@ -38,15 +38,19 @@ def _launch(parsed: Parsed, signals: Signals) -> int:
     env = environment.build(parsed, inherited, environment.new_run_id())
     ledger = Ledger(env[environment.RUN_ID], command)
     directory = output_dir.told(command, env) or ledger.output_dir_of_last_launch()
-    environment.set_last_step(env, None if "fresh" in parsed else resume.step(directory))
-    ledger.begin(directory)
+    environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
     if "exec" in parsed:
+        ledger.begin(directory)
         signals.release()
         return programs.become(path, command, env)
     env[environment.LAUNCHER] = str(os.getpid())
-    if ledger.processes is not None:
-        env[environment.PROCESSES] = ledger.processes
-    return _supervise(parsed, path, env, Supervisor(signals, ledger.processes), ledger)
+    folder = ledger.open_folder()
+    if folder is not None:
+        env[environment.PROCESSES] = folder
+    try:
+        return _supervise(parsed, path, env, directory, Supervisor(signals, folder), ledger)
+    finally:
+        ledger.close()
 
 
 def _below_another(env: dict[str, str]) -> bool:
@@ -61,38 +65,49 @@ def _pass_on(parsed: Parsed, inherited: dict[str, str], path: str, signals: Sign
     env = environment.build(parsed, inherited)
     directory = output_dir.told(parsed.rest, env)
     if directory is not None:
-        environment.set_last_step(env, None if "fresh" in parsed else resume.step(directory))
+        environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
     signals.release()
     return programs.become(path, parsed.rest, env)
 
 
-def _supervise(parsed: Parsed, path: str, env: dict[str, str], supervisor: Supervisor, ledger: Ledger) -> int:
-    restarts = 0
-    while True:
-        memory_kills = exits.memory_kills()
-        status = supervisor.run(path, parsed.rest, env)
-        explanation = exits.explain(parsed.rest, status, exits.memory_kills() > memory_kills)
-        if explanation:
-            say(explanation)
-        code = supervisor.exit_code(status)
-        if code == 0 or supervisor.stopped or restarts == parsed.max_restarts:
-            break
-        restarts += 1
-        supervisor.clear_the_way()
-        if supervisor.stopped:
+def _supervise(
+    parsed: Parsed,
+    path: str,
+    env: dict[str, str],
+    directory: str | None,
+    supervisor: Supervisor,
+    ledger: Ledger,
+) -> int:
+    """Run the command, again after a failure as often as allowed, until nothing of it is left; the exit code."""
+    supervisor.start(path, parsed.rest, env)
+    ledger.begin(directory)  # the command is under way: this costs it nothing
+    code = _wait(parsed.rest, supervisor)
+    for restart in range(1, parsed.max_restarts + 1):
+        if code == 0 or supervisor.stopped or not supervisor.clear_the_way():
             break
         _prepare_restart(parsed, env, ledger)
-        say(_restart_line(code, restarts, parsed.max_restarts, env))
+        say(_restart_line(code, restart, parsed.max_restarts, env))
+        supervisor.start(path, parsed.rest, env)
+        ledger.restarted()
+        code = _wait(parsed.rest, supervisor)
     supervisor.drain()
     ledger.end(code)
     return code
 
 
+def _wait(command: list[str], supervisor: Supervisor) -> int:
+    memory_kills = exits.memory_kills()
+    status = supervisor.wait()
+    explanation = exits.explain(command, status, exits.memory_kills() > memory_kills)
+    if explanation:
+        say(explanation)
+    return supervisor.exit_code(status)
+
+
 def _prepare_restart(parsed: Parsed, env: dict[str, str], ledger: Ledger) -> None:
-    """What began fresh goes on now, from the newest checkpoint."""
-    env.pop(environment.FRESH, None)
+    """Go on from the newest checkpoint. With --fresh that is one of this launch: its token begins one lineage only."""
     directory = ledger.output_dir_of_this_launch() or output_dir.told(parsed.rest, env)
-    environment.set_last_step(env, resume.step(directory))
+    environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
 
 
 def _restart_line(code: int, restart: int, restarts: int, env: dict[str, str]) -> str:

@@ -45,8 +45,8 @@ class Supervisor:
         self._told: set[int] = set()
         adopt_orphans()
 
-    def run(self, path: str, words: list[str], env: Mapping[str, str]) -> int:
-        """Start the command and return its wait status when it has ended; what it started may still run.
+    def start(self, path: str, words: list[str], env: Mapping[str, str]) -> None:
+        """Start the command; what signals arrive from now on waits for :meth:`wait` to hand it on.
 
         Raises:
             programs.CannotRunError: it cannot be executed.
@@ -55,6 +55,9 @@ class Supervisor:
         self._told.clear()
         self._signals.block()
         self._child = programs.spawn(path, words, env, self._signals.mask_for_child, self._own_group)
+
+    def wait(self) -> int:
+        """The command's wait status when it has ended; what it started may still run."""
         while self._status is None:
             self._turn(POLL if self.stopped else None)
         return self._status
@@ -67,14 +70,18 @@ class Supervisor:
             say(f"the command has ended; waiting for what it has left running: {names}")
             self._wait(None)
 
-    def clear_the_way(self) -> None:
-        """End what a failed command has left behind: before a restart, since it may hold the devices."""
+    def clear_the_way(self) -> bool:
+        """End what a failed command has left behind: before a restart, since it may hold the devices.
+
+        False when we were told to stop meanwhile.
+        """
         self._wait(PATIENCE)
         for number in (signal.SIGTERM, signal.SIGKILL):
             if remaining := self._remaining():
                 say(f"{number.name} to {len(remaining)} process(es) that the failed command has left running")
                 _send(number, [process.pid for process in remaining])
                 self._wait(GRACE)
+        return self.stopped is None
 
     def exit_code(self, status: int) -> int:
         """The command's own; but a launcher cannot know that its ranks ended because they were told to."""
