@@ -139,6 +139,7 @@ def patch_trainer(module):
     original = getattr(trainer_class, "__init__", None)
     if original is None or getattr(original, "ckpt_run", False):
         return
+    prepare()
     import functools
 
     @functools.wraps(original)
@@ -165,6 +166,18 @@ def register_process(trainer):
         os.rename(path + ".new", path)
     except (EnvironmentError, ValueError) as error:
         debug("cannot write %s: %s" % (path, error))
+
+
+def prepare():
+    """Teach transformers about our checkpoints: scripts call get_last_checkpoint before they build a Trainer."""
+    if sys.version_info < (3, 10):
+        return
+    try:
+        from datastates.llm import prepare as prepare_transformers
+
+        prepare_transformers()
+    except Exception as error:  # whatever it is, attach() meets it again and tells it
+        debug("transformers could not be prepared: %r" % error)
 
 
 def attach(trainer):
