@@ -1,4 +1,17 @@
-"""What is attached to one Trainer: the replaced methods, and the session of the ``train()`` call that runs."""
+"""What is attached to one Trainer: the replaced methods, and the session of the ``train()`` call that runs.
+
+Seven methods are replaced, on the instance:
+
+===================== ==============================================================================================
+train                 agree on the checkpoint to resume from, begin a session, wait for what is in flight at the end
+_inner_training_loop  a second entry (auto_find_batch_size) is another training: a lineage of its own
+_get_output_dir       what it answered before, and concurrent_checkpoint below it
+_save_checkpoint      the save scope
+_load_best_model      wait until the best checkpoint is committed
+_push_from_checkpoint after the scope, when the files are there
+callback on_save      a callback that reads the files waits for them and finds them under ``args.output_dir``
+===================== ==============================================================================================
+"""
 
 from __future__ import annotations
 
@@ -27,7 +40,7 @@ class Attachment:
         self._session: Session | None = None
         self._loop_entries = 0
         fence.install()
-        trainer_module.install()
+        trainer_module.install(resume.last_checkpoint)
         resume.let_cpu_ranks_load()
         resume.announce_last_step(trainer.args.output_dir)
         for name, around in self._replacements().items():

@@ -1,17 +1,4 @@
-"""Decorate a Trainer: its saves become concurrent, its ``train()`` resumes from what is committed.
-
-Seven methods are replaced, on the instance:
-
-===================== ==============================================================================================
-train                 agree on the checkpoint to resume from, begin a session, wait for what is in flight at the end
-_inner_training_loop  a second entry (auto_find_batch_size) is another training: a lineage of its own
-_get_output_dir       what it answered before, and concurrent_checkpoint below it
-_save_checkpoint      the save scope
-_load_best_model      wait until the best checkpoint is committed
-_push_from_checkpoint after the scope, when the files are there
-callback on_save      a callback that reads the files waits for them and finds them under ``args.output_dir``
-===================== ==============================================================================================
-"""
+"""The public face: decorate a Trainer, so that its saves are concurrent and ``train()`` resumes from what is committed."""
 
 from __future__ import annotations
 
@@ -86,11 +73,14 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
 def prepare() -> None:
     """Teach transformers' functions about our checkpoints; the hook calls this as soon as ``transformers.trainer`` is there.
 
-    Scripts ask ``get_last_checkpoint`` before they build a Trainer.
+    Scripts ask ``get_last_checkpoint`` before they build a Trainer. Nothing happens where the native engine cannot be loaded:
+    :func:`attach` tells that.
     """
-    from datastates.llm import trainer_module
-
-    trainer_module.install()
+    try:
+        from datastates.llm import resume, trainer_module
+    except ImportError:
+        return
+    trainer_module.install(resume.last_checkpoint)
 
 
 def _tell_missing_engine(error: ImportError) -> None:

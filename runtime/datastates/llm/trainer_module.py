@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +24,33 @@ def is_root(path: Any) -> bool:
     return Path(path).name == CHECKPOINT_ROOT
 
 
-def install() -> None:
-    """Teach the functions; idempotent. transformers is imported already, or nothing happens."""
+def install(last_checkpoint: Callable[[str], str | None]) -> None:
+    """Teach the functions; idempotent. transformers is imported already, or nothing happens.
+
+    Args:
+        last_checkpoint: answers for ``get_last_checkpoint``.
+    """
     utils = sys.modules.get("transformers.trainer_utils")
     if utils is not None and hasattr(utils, "get_last_checkpoint"):
-        _teach_last_checkpoint(utils)
+        _teach_last_checkpoint(utils, last_checkpoint)
     trainer = sys.modules.get("transformers.trainer")
     if trainer is not None:
         _teach_rotation(trainer)
         _teach_upload(trainer)
 
 
-def _teach_last_checkpoint(utils: types.ModuleType) -> None:
+def _teach_last_checkpoint(utils: types.ModuleType, answer: Callable[[str], str | None]) -> None:
     function = utils.get_last_checkpoint
     if hasattr(utils, _ORIGINAL):
         return
     setattr(utils, _ORIGINAL, types.FunctionType(function.__code__, function.__globals__, function.__name__))
+    utils._last_checkpoint_of_ckpt_run = answer  # type: ignore[attr-defined]
     function.__code__ = _get_last_checkpoint.__code__
 
 
 def _get_last_checkpoint(folder):  # type: ignore[no-untyped-def]
-    # Runs with the globals of transformers.trainer_utils: everything it needs is imported here.
-    from datastates.llm.resume import last_checkpoint
-
-    return last_checkpoint(folder)
+    # Runs with the globals of transformers.trainer_utils.
+    return _last_checkpoint_of_ckpt_run(folder)  # type: ignore[name-defined]  # noqa: F821
 
 
 def stock_last_checkpoint(folder: str) -> str | None:
