@@ -6,6 +6,8 @@ A *lineage* is one training from its fresh start through all its resumes:
 - resuming from the newest checkpoint of the current one continues it;
 - so does resuming from its origin while it has no checkpoint of its own;
 - resuming from anything else (an explicit path, a stock checkpoint) begins a new one with that path as its origin.
+
+When a ``train()`` call begins a new lineage, those of the later calls are forgotten: they built on the training that is now done anew.
 """
 
 from __future__ import annotations
@@ -53,11 +55,13 @@ def begin(
         previous: what run.json said until now; None when there was nothing usable.
         ordinal: how many ``train()`` calls of this process into this root came before.
         decision: where training resumes; None for a fresh start.
-        current: a record of this process (:meth:`RunRecord.here`); it takes over the lineages of ``previous``.
+        current: a record of this process (:meth:`RunRecord.here`); it takes over the lineages of ``previous`` that go on.
         fresh_token: of the launch, when it asked for a fresh start.
     """
     known = dict(previous.lineages) if previous else {}
     lineage = _lineage(known.get(ordinal), decision)
+    if ordinal not in known or known[ordinal].id != lineage.id:
+        known = {earlier: kept for earlier, kept in known.items() if earlier < ordinal}
     if fresh_token is not None:
         lineage = replace(lineage, fresh_token=fresh_token)
     return lineage, replace(current, lineages={**known, ordinal: lineage}, state=RUNNING)
