@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from datastates.store import lineage
 from datastates.store.lineage import OURS, ResumePoint
 from datastates.store.runrecord import Lineage, RunRecord
