@@ -82,17 +82,20 @@ class Save:
             if self._settled:
                 return
             self._settled = True
-            disturbed = {tensor.name: reason for tensor in self._late if (reason := tensor.disturbed())}
-            disturbed |= dict.fromkeys(self.ticket.torn, "its bytes changed")
+            disturbed = self._disturbed()
             self._late = []
             if disturbed:
                 self._torn(list(disturbed))
                 name, reason = next(iter(disturbed.items()))
-                self.ticket.cancel(
-                    f"torn snapshot: {name}: {reason} between the save and the fence ({len(disturbed)} tensors)"
-                )
+                count = f" (and {len(disturbed) - 1} more)" if len(disturbed) > 1 else ""
+                self.ticket.cancel(f"torn snapshot: {name}{count}: {reason} between the save and the fence")
             else:
                 self.ticket.approve()
+
+    def _disturbed(self) -> dict[str, str]:
+        """What did not hold still, and how that shows."""
+        moved = {tensor.name: reason for tensor in self._late if (reason := tensor.disturbed())}
+        return moved | dict.fromkeys(self.ticket.torn, "its bytes changed")
 
     def note_stall(self, seconds: float) -> None:
         self._note("fence", step=self.step, stall_s=seconds)

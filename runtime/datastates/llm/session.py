@@ -156,17 +156,20 @@ class Session:
                 raise
             self._committer.refuse(step, number, f"{type(error).__name__}: {error}")
             return None
-        self._tell_shortage(pending)
+        return self._submit(step, number, pending, list(scope.late()))
+
+    def _submit(
+        self, step: int, number: int, pending: list[PendingFile], late: list[StillTensor]
+    ) -> Save | None:
         assert self._engine is not None
-        ticket = self._engine.submit(pending)
+        try:
+            self._tell_shortage(pending)
+            ticket = self._engine.submit(pending)
+        except Exception as error:  # noqa: BLE001 - ours, whatever it is: it costs this checkpoint and not the training
+            self._committer.refuse(step, number, f"{type(error).__name__}: {error}")
+            return None
         return Save(
-            step,
-            number,
-            ticket,
-            list(scope.late()),
-            self._committer.finish,
-            self._torn_before.update,
-            self._journal.event,
+            step, number, ticket, late, self._committer.finish, self._torn_before.update, self._journal.event
         )
 
     @contextmanager
@@ -185,7 +188,11 @@ class Session:
             self.in_scope = False
 
     def _still(self) -> dict[int, StillTensor]:
-        return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, self._torn_before)
+        try:
+            return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, self._torn_before)
+        except Exception:  # noqa: BLE001 - an optimizer of an unknown make; copying everything at once is always right
+            logger.exception("%s cannot tell what holds still: everything is copied at once", log.PREFIX)
+            return {}
 
     def _clear_the_way(self, directory: layout.CheckpointDir) -> None:
         """Another lineage's checkpoint of this step, or a damaged one, is moved aside; the other ranks write only after that.
@@ -351,8 +358,9 @@ def _plan(
         here.write(layout.Root(Path(root)))
     except resume.NothingToResumeError as error:
         return error
-    except OSError as error:
-        return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, str(error))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's word; training goes on without checkpoints
+        logger.debug("no plan", exc_info=True)
+        return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, f"{type(error).__name__}: {error}")
     if choice is None:
         return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
     continues = choice.lineage == mine.id and choice.kind == lineage.OURS
