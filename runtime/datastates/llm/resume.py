@@ -40,6 +40,11 @@ class Request:
         trial = args[1] if len(args) > 1 else kwargs.get("trial")
         return cls(resume, trial, args, kwargs)
 
+    @property
+    def path(self) -> str | None:
+        """The path that the script passed, if it passed one."""
+        return os.fspath(self.resume) if isinstance(self.resume, (str, os.PathLike)) else None
+
     def args(self, path: str | None) -> tuple[Any, ...]:
         """The positional arguments with ``path`` (None: start fresh) in place of what the script passed."""
         return (path, *self._args[1:]) if self._args else ()
@@ -74,8 +79,8 @@ def choose(
     Raises:
         NothingToResumeError: the settings require a checkpoint and there is none.
     """
-    if isinstance(request.resume, (str, os.PathLike)):
-        return catalog.explicit_point(output_dir, number, request.resume, crc32=crc32)
+    if request.path is not None:
+        return catalog.explicit_point(output_dir, number, request.path, crc32=crc32)
     if request.resume is False or lineage.wants_fresh(record, number, _fresh_token()):
         return None
     asked = request.resume is True

@@ -339,7 +339,7 @@ def _plan(
     run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
     output_dir = str(Path(root).parent)
     ordinal = resume.count_train_call(output_dir)
-    given = os.fspath(request.resume) if isinstance(request.resume, (str, os.PathLike)) else None
+    choice = None
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
@@ -360,6 +360,7 @@ def _plan(
         return error
     except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's word; training goes on without checkpoints
         logger.debug("no plan", exc_info=True)
+        given = str(choice.path) if choice else request.path
         return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, f"{type(error).__name__}: {error}")
     if choice is None:
         return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
