@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from datastates.store.journal import Event, read_events
+from datastates.store.layout import Root
 from rich.table import Table
 from safetensors import deserialize
 
@@ -30,9 +29,11 @@ class Kill:
 
 @dataclass(frozen=True)
 class Measured:
-    """One training: seconds of stall of each of its saves, bytes of its newest checkpoint, digest of its final weights."""
+    """One training: seconds of stall of each of its saves, seconds that it waited at its end for saves in flight, bytes of its
+    newest checkpoint, digest of its final weights."""
 
     stalls: list[float]
+    waited: float
     nbytes: int
     weights: str
 
@@ -56,13 +57,15 @@ class Comparison:
 def measure_stock(output: Path, stalls: Path) -> Measured:
     """The stock training in `output`; `stalls` was written by :mod:`ckpt_run.demo_stock`."""
     seconds = [float(line) for line in stalls.read_text().splitlines()]
-    return Measured(seconds, _newest_size(output), weights_digest(output / WEIGHTS))
+    return Measured(seconds, 0.0, _newest_size(output), weights_digest(output / WEIGHTS))
 
 
 def measure_ours(output: Path) -> Measured:
     """The training under ckpt-run in `output`, all of its launches; the stalls are those of its own journal."""
-    root = output / "concurrent_checkpoint"
-    return Measured(_journal_stalls(root / ".run"), _newest_size(root), weights_digest(output / WEIGHTS))
+    root = Root.of(output)
+    events = read_events(root)
+    waited = sum(event.number("seconds") for event in events if event.kind == "wait")
+    return Measured(_stalls(events), waited, _newest_size(root.path), weights_digest(output / WEIGHTS))
 
 
 def weights_digest(path: Path) -> str:
@@ -85,7 +88,12 @@ def table(comparison: Comparison) -> Table:
         result.add_row(f"kill {number}: steps lost", "", str(kill.lost))
     result.add_row("checkpoints saved", str(len(stock.stalls)), str(len(ours.stalls)))
     result.add_row("size of a checkpoint", _mebibytes(stock.nbytes), _mebibytes(ours.nbytes))
-    result.add_row("stall per checkpoint, mean", _milliseconds(stock), _milliseconds(ours))
+    result.add_row(
+        "stall per checkpoint, mean", _milliseconds(stock.mean_stall), _milliseconds(ours.mean_stall)
+    )
+    result.add_row(
+        "wait for the last one at the end", _milliseconds(stock.waited), _milliseconds(ours.waited)
+    )
     result.add_row("final weights, SHA-256", stock.weights[:16], ours.weights[:16])
     return result
 
@@ -97,21 +105,15 @@ def verdict(comparison: Comparison) -> str:
     return "The final weights DIFFER: what was killed and resumed is not what was trained undisturbed."
 
 
-def _journal_stalls(run: Path) -> list[float]:
+def _stalls(events: list[Event]) -> list[float]:
     """One number a save: the stall of the save call and of the fences that waited for it."""
     stalls: list[float] = []
-    for event in _events(run):
-        if event["kind"] == "save":
-            stalls.append(event["stall_s"])
-        elif event["kind"] == "fence" and stalls:
-            stalls[-1] += event["stall_s"]
+    for event in events:
+        if event.kind == "save":
+            stalls.append(event.number("stall_s"))
+        elif event.kind == "fence" and stalls:
+            stalls[-1] += event.number("stall_s")
     return stalls
-
-
-def _events(run: Path) -> Iterator[dict[str, Any]]:
-    for journal in sorted(run.glob("events-rank*.jsonl")):
-        for line in journal.read_text().splitlines():
-            yield json.loads(line)
 
 
 def _newest_size(root: Path) -> int:
@@ -123,5 +125,5 @@ def _mebibytes(nbytes: int) -> str:
     return f"{nbytes / 2**20:.1f} MiB"
 
 
-def _milliseconds(measured: Measured) -> str:
-    return f"{measured.mean_stall * 1000:.1f} ms"
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"

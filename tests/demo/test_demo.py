@@ -104,7 +104,7 @@ def test_weights_that_differ_in_one_bit_are_reported_as_different(tmp_path: Path
     one, same, other = (weights_digest(tmp_path / name) for name in ("one", "same", "other"))
     assert one == same
     assert one != other
-    comparison = Comparison(Measured([1.0], 1, one), Measured([1.0], 1, other), [])
+    comparison = Comparison(Measured([1.0], 0.0, 1, one), Measured([1.0], 0.0, 1, other), [])
     assert not comparison.identical
     assert "DIFFER" in verdict(comparison)
 

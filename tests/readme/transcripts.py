@@ -1,0 +1,47 @@
+"""The transcripts in README.md: fenced ``console`` blocks, as commands with what they should print.
+
+A line that begins with ``$ `` is a command; the lines below it are its output. An output line of just ``...`` stands for any
+number of lines. A number in the README stands for any number, and the lines of a table for a table of any width.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+_BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_ANY_LINES = r"(?:[^\n]*\n)*?"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command and the output that the README shows for it; empty when it shows none."""
+
+    command: str
+    expected: str
+
+
+def transcripts(text: str) -> list[list[Step]]:
+    """One list of steps for each block, in the order of the page."""
+    return [_steps(block) for block in _BLOCK.findall(text)]
+
+
+def _steps(block: str) -> list[Step]:
+    commands = re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+    return [Step(*command.split("\n", 1)) for command in commands]
+
+
+def agrees(expected: str, actual: str) -> bool:
+    """Whether `actual` is what the README shows, up to numbers and the widths of tables."""
+    pattern = "".join(_ANY_LINES if line == "..." else re.escape(line) + "\n" for line in _plain(expected))
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _plain(actual))) is not None
+
+
+def _plain(text: str) -> list[str]:
+    lines = (re.sub(r"([━─┃│┏┓┗┛┡┩└┘┳┴╇┼┬┤├ ])\1+", r"\1", line) for line in text.splitlines())
+    return [
+        re.sub(r"\b[0-9a-f]{12,}\b|\d+(?:[.:]\d+)*", "0", line).rstrip() for line in lines if line.strip()
+    ]
