@@ -123,8 +123,8 @@ def _with_places(header: str, tensors: Iterable[torch.Tensor]) -> str:
 def _shape(tensor: torch.Tensor) -> list[int]:
     if tensor.dtype not in _PACKED_DTYPES:
         return list(tensor.shape)
-    if not hasattr(safetensors, "TensorSpec"):
-        raise CannotImage(f"{tensor.dtype} in this version of safetensors")
+    if not hasattr(safetensors, "TensorSpec") or not tensor.dim():
+        raise CannotImage(f"{tensor.dtype}: only safetensors itself knows whether it saves this")
     name = str(tensor.dtype).split(".")[-1]
     spec = safetensors.TensorSpec(dtype=name, shape=tensor.shape, data_ptr=0, data_len=_nbytes(tensor))
     return list(spec.shape)
