@@ -4,17 +4,18 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from datastates.store.checksums import BUFFER_BYTES, crc32_combine, crc32_of_range
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from datastates.store.checksums import BUFFER_BYTES, crc32_combine, crc32_of_range
 
-
+@settings(deadline=None)
 @given(st.binary(max_size=2000), st.binary(max_size=2000))
 def test_combined_checksums_equal_the_checksum_of_the_whole(a: bytes, b: bytes) -> None:
     assert crc32_combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**61), st.integers(0, 2**61))
 def test_combining_is_associative_for_lengths_no_memory_holds(a: int, b: int, c: int, length: int) -> None:
     other = length // 3

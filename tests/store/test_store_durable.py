@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 
 import pytest
-
 from datastates.store.durable import make_directories, write_durably
 
 
@@ -28,7 +27,7 @@ def test_the_new_bytes_replace_the_old_ones_and_leave_nothing_else(tmp_path: Pat
     write_durably(path, b"one")
     write_durably(path, b"two" * 100_000)
     assert path.read_bytes() == b"two" * 100_000
-    assert os.listdir(tmp_path) == ["file"]
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600), (0, 0o666)])
@@ -56,7 +55,7 @@ def test_a_write_that_fails_leaves_the_old_bytes_and_no_temporary(tmp_path: Path
 
     assert in_child(fill_up) == 7
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["file"]
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
 
 
 def test_bytes_are_durable_before_their_name_and_the_name_before_the_call_returns(
