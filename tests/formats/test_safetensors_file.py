@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import safetensors
+import safetensors.torch
 import torch
 from datastates.formats.render import render
 from formats_bench import Bench, assert_same_bytes
@@ -19,7 +20,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_model
 from safetensors.torch import save_file as safe_save_file
 
-SUPPORTED = [dtype for dtype in DTYPES if dtype not in (torch.complex32, torch.complex128)]
+
+def is_saved_by_the_library(dtype: torch.dtype) -> bool:
+    if dtype is FLOAT4 and not hasattr(safetensors, "TensorSpec"):
+        return False  # before 0.8 we leave it to the library
+    try:
+        safetensors.torch.save({"t": make(dtype, (2,), 0)})
+    except (KeyError, safetensors.SafetensorError):
+        return False
+    return True
+
+
+SUPPORTED = [dtype for dtype in DTYPES if is_saved_by_the_library(dtype)]
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=15) | st.sampled_from(
     ['"shape":[0],"data_offsets":[0,0]', "model.layers.0.weight", "a\\b", "\0", "\x7f\u2028", "ü/日本"]
 )
@@ -70,6 +82,7 @@ def test_parts_of_one_storage_that_do_not_overlap(bench: Bench) -> None:
     bench.compare(saving({"head": whole[:4000], "tail": whole[5000:]}), "model.safetensors")
 
 
+@pytest.mark.skipif(torch.complex64 not in SUPPORTED, reason="no complex numbers in this safetensors")
 def test_conjugate_views_and_parameters(bench: Bench) -> None:
     bench.compare(
         saving(

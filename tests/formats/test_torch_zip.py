@@ -213,6 +213,10 @@ def test_an_object_that_cannot_be_pickled_fails_as_it_does_without_us(bench: Ben
     bench.fails_alike(saving({"t": base(), "f": lambda: 0}), "t.pt")
 
 
+def test_a_storage_that_cannot_be_copied_to_the_host_fails_as_it_does_without_us(bench: Bench) -> None:
+    bench.fails_alike(saving([base(), torch.UntypedStorage(9000, device="meta")]), "t.pt")
+
+
 def test_storages_of_one_memory_and_two_dtypes_fail_as_they_do_without_us(bench: Bench) -> None:
     tensor = base()
     bench.fails_alike(saving([tensor, tensor.view(torch.int32)]), "t.pt")
