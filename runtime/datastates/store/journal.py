@@ -83,7 +83,7 @@ class Journal:
         self._descriptor: int | None = None
         self._torn = False
 
-    def event(self, kind: str, **fields: object) -> bool:
+    def event(self, kind: str, /, **fields: object) -> bool:
         """Append one event; False when it could not be written (``problem`` tells why)."""
         head = {"time": time.time(), "kind": kind, "run_id": self._run_id, "attempt": self.attempt}
         line = json.dumps({**head, **fields, **head}, default=str).encode() + b"\n"

@@ -165,26 +165,32 @@ def parse_run_record(data: bytes, file: Path) -> RunRecord:
 
 
 def process_alive(pid: int, started: int | None) -> bool:
-    """Whether a process of this host lives and, if ``started`` is known, is the one that was meant."""
+    """Whether a process of this host lives and, if ``started`` is known, is the one that was meant. A zombie does not live."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OverflowError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        pass
-    now = process_started(pid)
-    return now is None or started is None or now == started
+        pass  # there is one, of another user
+    stat = _process_stat(pid)
+    if stat is None:
+        return True  # /proc is not there to tell more
+    return stat[0] != b"Z" and started in (None, int(stat[19]))
 
 
 def process_started(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when /proc does not say, and for a zombie."""
+    """When a process started, in clock ticks since boot; None when /proc does not say."""
+    stat = _process_stat(pid)
+    return int(stat[19]) if stat else None
+
+
+def _process_stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/<pid>/stat from the state on; the name before them may hold anything."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    return int(stat[stat.rindex(b")") + 2 :].split()[19])
+    return stat[stat.rindex(b")") + 2 :].split()
 
 
 def _encode_lineage(lineage: Lineage) -> dict[str, object]:
