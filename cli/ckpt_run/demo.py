@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @app.command(
-    epilog="Example: ckpt-run demo --seed 7 --keep demo-run, then: ckpt-run status --output-dir demo-run/ckpt-run"
+    epilog="Example: ckpt-run demo --seed 7 --keep demo-run, then: ckpt-run status demo-run/ckpt-run"
 )
 def demo(
     keep: Annotated[

@@ -1,7 +1,7 @@
 """The transcripts in README.md: fenced ``console`` blocks, as commands with what they should print.
 
 A line that begins with ``$ `` is a command; the lines below it are its output. An output line of just ``...`` stands for any
-number of lines. A number in the README stands for any number, and the lines of a table for a table of any width.
+number of lines. ``text`` blocks look the same but take too long to be run for the README alone. A number in the README stands for any number, and the lines of a table for a table of any width.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+README = Path(__file__).resolve().parents[1] / "README.md"
 
 _BLOCK = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ANY_LINES = r"(?:[^\n]*\n)*?"
@@ -27,6 +27,11 @@ class Step:
 def transcripts(text: str) -> list[list[Step]]:
     """One list of steps for each block, in the order of the page."""
     return [_steps(block) for block in _BLOCK.findall(text)]
+
+
+def shown_in(text: str, command: str) -> str:
+    """What a fenced ``text`` block shows as the output of `command`, which its first line names."""
+    return text.split(f"```text\n$ {command}\n")[1].split("```")[0]
 
 
 def _steps(block: str) -> list[Step]:
