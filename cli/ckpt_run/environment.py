@@ -68,7 +68,7 @@ def build(parsed: Parsed, inherited: Mapping[str, str], run_id: str | None = Non
     env.setdefault(RESUME, "auto")
     if "fresh" in parsed:
         env[FRESH] = env[RUN_ID]
-    _check_settings(env)
+    _check_settings(env, parsed)
     return env
 
 
@@ -135,7 +135,7 @@ def _forget_older_launch(env: dict[str, str]) -> None:
         env.pop(name, None)
 
 
-def _check_settings(env: Mapping[str, str]) -> None:
+def _check_settings(env: Mapping[str, str], parsed: Parsed) -> None:
     """Refuse a value that the training could only complain about when it is under way."""
     if all(
         name in (RESUME, RUN_ID, FRESH, OFFLINE_SET, *OF_THIS_HOST)
@@ -148,4 +148,8 @@ def _check_settings(env: Mapping[str, str]) -> None:
     try:
         settings.load(environ=env)
     except settings.SettingError as error:
-        raise UsageError(str(error)) from None
+        message = str(error)
+        for option in OPTIONS:
+            if option.variable and option.key in parsed:
+                message = message.replace(option.variable, option.name)
+        raise UsageError(message) from None
