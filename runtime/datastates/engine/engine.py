@@ -119,7 +119,7 @@ class Engine:
 
     Args:
         cache_bytes: size of the host cache: tensor bytes that are staged but not on disk. Memory is taken as it is needed.
-        threads: native threads that copy and checksum; one more writes.
+        threads: native threads that copy and checksum; one more writes. With 0 only a thread that waits with ``help`` copies.
         pin: page-lock the cache blocks that take bytes from a GPU.
         block_bytes: unit of the cache, a multiple of 4096; by default 16 MiB, or less where the cache is small.
         io: "auto" writes past the page cache where the file system takes it, "direct" does or fails, "buffered" does not.
@@ -146,8 +146,8 @@ class Engine:
         self._process = os.getpid()
         self.block_bytes = _checked_block_bytes(cache_bytes, block_bytes)
         self.cache_bytes = cache_bytes // self.block_bytes * self.block_bytes
-        if threads < 1:
-            raise ValueError(f"{threads} threads cannot stage anything; at least 1 is needed")
+        if threads < 0:
+            raise ValueError(f"there cannot be {threads} threads")
         if io not in ("auto", "direct", "buffered"):
             raise ValueError(f"io is {io!r}; expected auto, direct or buffered")
         driver = os.environ.get("CKPT_RUN_CUDA_DRIVER") or "libcuda.so.1"
