@@ -247,6 +247,9 @@ def test_what_a_second_training_moved_aside_still_counts_for_the_first(root: Roo
     assert aside
     assert resume_point(tmp_path, 0) == ResumePoint(aside, 20, "ours", "first")
     assert resume_point(tmp_path, 1) == ours(root, 20, "second")
+    commit.set_aside(root.checkpoint(20), "attempt3")
+    newest = Catalog(root).newest()
+    assert newest and newest.path == root.checkpoint(10).path
 
 
 def test_a_lineage_without_checkpoints_resumes_from_its_origin(root: Root, tmp_path: Path, skips: Skips) -> None:

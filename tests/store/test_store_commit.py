@@ -325,6 +325,12 @@ def test_other_names_are_left_alone(root: Root) -> None:
     assert contents(root.path) == before
 
 
+def test_what_a_killed_writer_of_the_run_record_left_is_swept(root: Root) -> None:
+    write(root.run_dir, {"run.json": b"{}", ".run.json.0123abcd.tmp": b"half", "events-rank0.jsonl": b""})
+    commit.sweep(root, "attempt2")
+    assert contents(root.run_dir) == ["events-rank0.jsonl", "run.json"]
+
+
 def test_sweeping_where_nothing_is_does_nothing(root: Root) -> None:
     assert commit.sweep(root, "attempt1") == []
     assert not root.path.exists()

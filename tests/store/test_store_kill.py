@@ -171,6 +171,7 @@ def test_while_the_committer_hangs_the_others_wait_only_so_long_and_a_late_commi
     try:
         wait_for(checkpoint.vote(0).exists)
         committer.send_signal(signal.SIGSTOP)
+        wait_for(lambda: b") T " in Path(f"/proc/{committer.pid}/stat").read_bytes())
         write(checkpoint.path, FILES)
         commit.cast_vote(checkpoint, vote(checkpoint, FILES, rank=1, world_size=2))
         assert commit.wait_outcome(checkpoint, "attempt1", 1, timeout=0.3) == "timeout"

@@ -91,7 +91,7 @@ class Catalog:
         Args:
             verify: read every byte; otherwise presence and sizes decide.
         """
-        for checkpoint in self._candidates():
+        for checkpoint in self._candidates(lineage):
             if not checkpoint.committed:
                 on_skip(checkpoint.path, checkpoint.problem or NOT_COMMITTED)
             elif _is_of(checkpoint, lineage):
@@ -101,14 +101,15 @@ class Catalog:
                 on_skip(checkpoint.path, problem)
         return None
 
-    def _candidates(self) -> list[Checkpoint]:
+    def _candidates(self, lineage: str | None) -> list[Checkpoint]:
         """Highest step first. One that another training's save moved aside still counts for its own lineage, after the one in place."""
-        return sorted([*self.checkpoints(), *self._set_aside()], key=lambda checkpoint: checkpoint.step, reverse=True)
+        return sorted([*self.checkpoints(), *self._set_aside(lineage)], key=lambda checkpoint: checkpoint.step, reverse=True)
 
-    def _set_aside(self) -> Iterator[Checkpoint]:
+    def _set_aside(self, lineage: str | None) -> Iterator[Checkpoint]:
         for entry in directories(self.root.aside):
             checkpoint = Checkpoint.load(Path(entry.path))
-            if checkpoint.committed and not entry.name.endswith(REMOVED):
+            own = lineage is not None and checkpoint.committed and _is_of(checkpoint, lineage)
+            if own and not entry.name.endswith(REMOVED):
                 yield checkpoint
 
 

@@ -32,7 +32,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from datastates.store.checksums import Crc32, crc32_of_range
-from datastates.store.durable import fsync_directory, fsync_file, make_directories, write_durably
+from datastates.store.durable import (
+    fsync_directory,
+    fsync_file,
+    make_directories,
+    remove_temporaries,
+    write_durably,
+)
 from datastates.store.layout import PRIVATE, CheckpointDir, Root, directories, rank_of
 from datastates.store.manifest import (
     Abandonment,
@@ -214,6 +220,7 @@ def sweep(root: Root, attempt: str, spare: Path | None = None) -> list[Path]:
             target = _move_aside(checkpoint, attempt)
             moved += [target] if target else []
     _delete_leftovers(root)
+    remove_temporaries(root.run_record)
     return moved
 
 

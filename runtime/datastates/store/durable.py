@@ -24,10 +24,16 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
     try:
         _write_new(temporary, data, mode)
         os.replace(temporary, path)  # noqa: PTH105
-    except OSError:
+    except BaseException:  # an interrupt leaves nothing behind either
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def remove_temporaries(path: Path) -> None:
+    """Delete what writers of ``path`` left that were killed. Nobody may be writing to it."""
+    for temporary in path.parent.glob(f".{path.name}.*.tmp"):
+        temporary.unlink(missing_ok=True)
 
 
 def make_directories(path: Path) -> None:
