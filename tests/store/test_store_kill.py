@@ -17,8 +17,8 @@ from datastates.store.catalog import Catalog, damage, resume_point
 from datastates.store.layout import Root
 from store_files import FILES, save, vote, wait_for, write
 
-POINTS = 80
-ROUNDS = 12
+POINTS = 40
+ROUNDS = 10
 
 
 def die_at(line: int) -> Callable[[FrameType, str, object], object]:
@@ -74,7 +74,7 @@ def lines_of(work: Callable[[], object]) -> int:
 
 def points(total: int) -> list[int]:
     """The last lines, where the renames are, all of them; the rest spread evenly."""
-    return sorted({*range(0, total, max(1, total // POINTS)), *range(total - 40, total)})
+    return sorted({*range(0, total, max(1, total // POINTS)), *range(total - 25, total)})
 
 
 def test_killed_at_any_line_of_a_save_the_checkpoint_is_whole_or_is_none(tmp_path: Path) -> None:
