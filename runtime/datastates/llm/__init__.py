@@ -9,6 +9,11 @@ Under ``ckpt-run``, or with its hook in PYTHONPATH, every Trainer is decorated w
 
 from __future__ import annotations
 
+import sys
+
 from datastates.llm.decorator import DecoratedCheckpointing, attach, prepare
 
 __all__ = ["DecoratedCheckpointing", "attach", "prepare"]
+
+if "transformers.trainer_utils" in sys.modules:
+    prepare()

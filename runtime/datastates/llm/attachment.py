@@ -1,10 +1,11 @@
 """What is attached to one Trainer: the replaced methods, and the session of the ``train()`` call that runs.
 
-Seven methods are replaced, on the instance:
+Eight methods are replaced, on the instance:
 
 ===================== ==============================================================================================
 train                 agree on the checkpoint to resume from, begin a session, wait for what is in flight at the end
 _inner_training_loop  a second entry (auto_find_batch_size) is another training: a lineage of its own
+get_batch_samples     none are left when it resumed at its last step
 _get_output_dir       what it answered before, and concurrent_checkpoint below it
 _save_checkpoint      the save scope
 _load_best_model      wait until the best checkpoint is committed
@@ -52,6 +53,7 @@ class Attachment:
         return {
             "train": self._train,
             "_inner_training_loop": self._inner_training_loop,
+            "get_batch_samples": self._get_batch_samples,
             "_get_output_dir": self._get_output_dir,
             "_save_checkpoint": self._save_checkpoint,
             "_load_best_model": self._load_best_model,
@@ -82,6 +84,13 @@ class Attachment:
         if self._loop_entries > 1 and self._session is not None:
             self._session.start_over(self._loop_entries)
         return original(*args, **kwargs)
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Resumed at its last step in the middle of an epoch, stock Trainer would do one step more: it looks only after a step."""
+        if self._session is None or not self._session.resumed_at_the_end:
+            return original(*args, **kwargs)
+        self._trainer.control.should_training_stop = True
+        return [], None
 
     def _root(self, trial: Any) -> str:
         """The checkpoint root as this rank sees it before ``train()`` has set the trial up."""

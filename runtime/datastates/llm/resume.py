@@ -141,9 +141,12 @@ def last_checkpoint(folder: str) -> str | None:
     """``transformers.trainer_utils.get_last_checkpoint``, answered from the catalog where there is one."""
     if not Root.of(folder).path.is_dir():
         return trainer_module.stock_last_checkpoint(folder)
-    if _to_be_fresh(folder):
+    record, number = run_record(folder), ordinal(folder)
+    if number and (record is None or number not in record.lineages):
+        number -= 1  # nothing is known of a next training: the script reads what the last one saved
+    if lineage.wants_fresh(record, number, _fresh_token()):
         return None
-    point = catalog.resume_point(folder, ordinal(folder), on_skip=tell_skipped, crc32=crc32)
+    point = catalog.resume_point(folder, number, on_skip=tell_skipped, crc32=crc32)
     return None if point is None else str(point.path)
 
 

@@ -27,6 +27,7 @@ from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
 from datastates.store import commit, layout, lineage
 from datastates.store.journal import Journal, RunRecord
+from datastates.store.stock import INCOMPLETE
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -115,6 +116,12 @@ class Session:
         self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
         return True
 
+    @property
+    def resumed_at_the_end(self) -> bool:
+        """Whether the checkpoint that training resumed from leaves nothing to train."""
+        state = self._trainer.state
+        return self.resume_path is not None and 0 < state.max_steps <= state.global_step
+
     # -- one save -------------------------------------------------------------------------------------------------------
 
     def save(self, original: Callable[[], None]) -> None:
@@ -199,7 +206,9 @@ class Session:
 
         They wait in ``store_flos``, the first thing that ``_save_checkpoint`` does, except in a hyperparameter search.
         """
-        if self._committer.commits and directory.path.exists():
+        # Trainer marks a save on a signal that is not complete yet. Here the manifest tells, and it will name every file it finds.
+        (directory.path / INCOMPLETE).unlink(missing_ok=True)
+        if self._committer.commits and directory.path.exists() and any(directory.path.iterdir()):
             commit.set_aside(directory, self._plan.attempt)
         if self._trainer.hp_search_backend is not None:
             ranks.meet(self._ranks)
