@@ -37,6 +37,8 @@ class ImageBuilder:
 
     def small(self, address: int, nbytes: int, place: device.Place) -> bytes | None:
         """A copy of the memory, for :meth:`literal`, if there is so little that a memory part would cost more; else None."""
+        if nbytes == 0:
+            return b""
         if nbytes > INLINE_BYTES or nbytes > self._inline_budget or place.device != CPU:
             return None
         self._inline_budget -= nbytes
