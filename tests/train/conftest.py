@@ -1,0 +1,56 @@
+"""Fixtures of the training tests. Engine and fence are one per process: a test that needs its own engine takes it from here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from datastates.engine import Engine, PendingFile, Ticket
+from datastates.llm import host_cache, resume
+
+# Inherited by every process that a test starts; the tests' checkpoints are small.
+os.environ["CKPT_RUN_HOST_CACHE_SIZE"] = "0.25"
+
+
+@pytest.fixture
+def relaunch() -> Iterator[Callable[[], None]]:
+    """Call it where a new process would begin: the number of ``train()`` calls so far is all that a process remembers."""
+    yield resume._ordinals.clear
+    resume._ordinals.clear()
+
+
+class LateEngine:
+    """An engine without staging threads of its own: memory is copied at the fence, by the thread that waits there, and never earlier.
+
+    That is the latest moment the design allows, so whatever changes memory before the fence is sure to be seen.
+    ``late_bytes`` counts what was left to copy when the save call returned.
+    """
+
+    def __init__(self) -> None:
+        self.late_bytes = 0
+        self._engine = Engine(256 << 20, threads=0, pin=False)
+
+    def submit(self, files: Sequence[PendingFile]) -> Ticket:
+        self.late_bytes += sum(part.nbytes for file in files for part in file.image.memory if part.still)
+        return self._engine.submit(files)
+
+    def close(self, timeout: float) -> bool:
+        return self._engine.close(timeout)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateEngine]:
+    """Trainings of this test stage as late as possible."""
+    engine: Any = LateEngine()
+    monkeypatch.setattr(host_cache, "_engine", engine)
+    yield engine
+    assert engine.close(30)
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Building a Trainer sets or removes CKPT_LAST_STEP; afterwards it is as it was."""
+    monkeypatch.setenv("CKPT_LAST_STEP", "")
+    monkeypatch.delenv("CKPT_LAST_STEP")
