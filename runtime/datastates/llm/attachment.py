@@ -1,6 +1,6 @@
 """What is attached to one Trainer: the replaced methods, and the session of the ``train()`` call that runs.
 
-Eight methods are replaced, on the instance:
+Nine methods are replaced, on the instance:
 
 ===================== ==============================================================================================
 train                 agree on the checkpoint to resume from, begin a session, wait for what is in flight at the end
@@ -11,6 +11,7 @@ _save_checkpoint      the save scope
 _load_best_model      wait until the best checkpoint is committed
 _push_from_checkpoint after the scope, when the files are there
 callback on_save      a callback that reads the files waits for them and finds them under ``args.output_dir``
+callback call_event   a user's callback may change the model: it stands behind the fence
 ===================== ==============================================================================================
 """
 
@@ -48,6 +49,7 @@ class Attachment:
             instance.wrap(trainer, name, around)
         instance.wrap(trainer.callback_handler, "on_save", self._on_save)
         instance.wrap(trainer.callback_handler, "on_train_end", self._on_train_end)
+        instance.wrap(trainer.callback_handler, "call_event", self._call_event)
 
     def _replacements(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -127,6 +129,13 @@ class Attachment:
         self._session.wait_for_readers(f"{', '.join(names)} may read it in on_save")
         with _output_dir(args, self._session.root):
             return original(args, *rest, **kwargs)
+
+    def _call_event(self, original: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
+        if event == "on_step_begin":
+            fence.FENCE.optimizers.begin_step()
+        if fence.FENCE.busy and readers.may_change_the_model(self._trainer.callback_handler.callbacks, event):
+            fence.FENCE.wait()
+        return original(event, *args, **kwargs)
 
     def _on_train_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._session is not None:

@@ -1,7 +1,7 @@
 """The fence: the wait just before saved memory would be changed.
 
 There is one fence in a process. Saves enter it when their call returns with memory still to be copied; whoever is about to change that
-memory passes it first: every optimizer step, ``Module.load_state_dict``, the next save, the end of training.
+memory passes it first: every optimizer step, ``Module.load_state_dict``, a user's callback, the next save, the end of training.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Fence:
         self._lock = threading.Lock()
         self._staging: list[Staging] = []
         self.optimizers = SteppingOptimizers()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save has memory left to copy."""
+        return bool(self._staging)
 
     def enter(self, save: Staging) -> None:
         with self._lock:

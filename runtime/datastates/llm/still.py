@@ -45,11 +45,18 @@ class StillTensor:
 
 
 class SteppingOptimizers:
-    """The optimizers of this process that have been seen to fire the step pre-hook, and how."""
+    """The optimizers of this process that fired the step pre-hook in the step that has just ended, and how.
+
+    An earlier step is no proof: a script may replace an optimizer's ``step`` at any time.
+    """
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._inside_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def begin_step(self) -> None:
+        """A training step begins; what was seen in the last one no longer counts."""
+        self._seen.clear()
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._seen.add(optimizer)
@@ -96,6 +103,8 @@ def _tensors_of(
         for parameter in group["params"]:
             name = names.get(id(parameter), f"parameter {index} of the optimizer")
             index += 1
+            if not parameter.requires_grad or _is_updated_in_backward(parameter):
+                continue
             yield name, parameter
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
@@ -114,6 +123,11 @@ def _plain(tensor: Any) -> bool:
 
 def _swaps_weights(optimizer: torch.optim.Optimizer) -> bool:
     return callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+
+
+def _is_updated_in_backward(parameter: torch.Tensor) -> bool:
+    """Such hooks exist to use a gradient at once: for an update of the parameter, before any step."""
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _version(tensor: torch.Tensor) -> int | None:
