@@ -46,7 +46,8 @@ class DecoratedCheckpointing:
         return self._attachment is None or self._attachment.wait(timeout)
 
 
-_attachments: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# Weak at both ends: an attachment holds its trainer, and lives in the trainer's own replaced methods.
+_attachments: weakref.WeakKeyDictionary[Any, weakref.ReferenceType[Any]] = weakref.WeakKeyDictionary()
 _attaching = threading.Lock()
 _missing_engine_told = False
 
@@ -57,14 +58,16 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
     Returns None, after one warning, where the native engine cannot be loaded: training then runs as if not wrapped.
     """
     with _attaching:
-        attachment = _attachments.get(trainer)
+        known = _attachments.get(trainer)
+        attachment = known() if known else None
         if attachment is None:
             try:
                 from datastates.llm.attachment import Attachment
             except ImportError as error:
                 _tell_missing_engine(error)
                 return None
-            attachment = _attachments[trainer] = Attachment(trainer, given or settings.load())
+            attachment = Attachment(trainer, given or settings.load())
+            _attachments[trainer] = weakref.ref(attachment)
         elif given is not None:
             attachment.settings = given
     return attachment
