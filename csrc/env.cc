@@ -89,7 +89,7 @@ std::unique_ptr<Ring> Env::NewRing(unsigned depth) { return NewUring(depth); }
 int Env::MapMemory(const std::string& name, size_t size, char** base) {
   const int fd = static_cast<int>(syscall(SYS_memfd_create, name.c_str(), MFD_CLOEXEC));
   if (fd < 0) return -errno;
-  int error = Truncate(fd, size);
+  int error = Env::Truncate(fd, size);
   if (error == 0) {
     void* address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (address != MAP_FAILED) {
