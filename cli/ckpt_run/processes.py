@@ -110,20 +110,18 @@ def trainers(root: int, folder: str | None, without: frozenset[int] = frozenset(
     candidates = [
         process.pid for process in below if process.pid in known or _has_rank(process.pid, own_rank)
     ]
-    above_known = {ancestor for pid in known for ancestor in _ancestors(pid, parents)}
+    above_known = {ancestor for pid in known for ancestor in ancestors(pid, parents)}
     chosen: list[int] = []
     for pid in candidates:
         is_launcher = pid not in known and pid in above_known
-        if not is_launcher and not chosen_above(pid, parents, chosen):
+        is_worker = any(ancestor in chosen for ancestor in ancestors(pid, parents))
+        if not is_launcher and not is_worker:
             chosen.append(pid)
     return chosen
 
 
-def chosen_above(pid: int, parents: dict[int, int], chosen: list[int]) -> bool:
-    return any(ancestor in chosen for ancestor in _ancestors(pid, parents))
-
-
-def _ancestors(pid: int, parents: dict[int, int]) -> list[int]:
+def ancestors(pid: int, parents: dict[int, int]) -> list[int]:
+    """The processes above ``pid`` that are in ``parents``, nearest first."""
     found = []
     while (pid := parents.get(pid, 0)) in parents:
         found.append(pid)

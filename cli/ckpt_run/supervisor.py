@@ -86,7 +86,7 @@ class Supervisor:
     def exit_code(self, status: int) -> int:
         """The command's own; but a launcher cannot know that its ranks ended because they were told to."""
         own = exits.code(status)
-        launcher = self._told and self._child not in self._told
+        launcher = self._child not in self._told
         return 128 + self.stopped if self.stopped and launcher and own != 0 else own
 
     # --- waiting -----------------------------------------------------------------------------------------------------
@@ -97,8 +97,8 @@ class Supervisor:
         self._reap()
         if info is not None and info.si_signo != signal.SIGCHLD:
             self._hand_on(info)
-        if self.stopped and self._told:
-            self._tell_newcomers()
+        if self.stopped:
+            self._tell_newcomers(self.stopped)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -121,31 +121,42 @@ class Supervisor:
         number = info.si_signo
         if number in STOPS:
             self.stopped = number
-        if info.si_code == SI_KERNEL and not self._own_group and self._status is None:
-            return  # from the terminal to the whole group: the command has it already
+        if info.si_code == SI_KERNEL and not self._own_group:
+            self._told.update(self._group())  # from the terminal to the whole group: it has it already
+            return
         trainers = self._trainers()
-        _send(number, trainers or self._group())
+        targets = trainers or self._group()
+        _send(number, targets)
+        if number in STOPS:
+            self._told.update(targets)
         if trainers:
-            self._told.update(trainers)
             say(f"{signal.Signals(number).name}: handed to {_count(trainers)}")
 
-    def _tell_newcomers(self) -> None:
-        """A launcher may start its ranks again after they were told to stop: then these are told as well."""
-        newcomers = [pid for pid in self._trainers() if pid not in self._told]
-        if newcomers and self.stopped:
-            _send(self.stopped, newcomers)
-            self._told.update(newcomers)
+    def _tell_newcomers(self, number: int) -> None:
+        """After a stop: ranks that a launcher starts again are told too, and at last what the command has left behind."""
+        targets = {*self._trainers(), *(self._left_behind() if self._status is not None else ())} - self._told
+        _send(number, list(targets))
+        self._told |= targets
+
+    def _left_behind(self) -> list[int]:
+        """What still runs, but for what is above or below a process that was told to stop and still saves."""
+        parents = {process.pid: process.parent for process in self._remaining()}
+        above = {
+            ancestor for pid in self._told & parents.keys() for ancestor in processes.ancestors(pid, parents)
+        }
+        return [
+            pid
+            for pid in parents
+            if pid not in above and self._told.isdisjoint(processes.ancestors(pid, parents))
+        ]
 
     def _trainers(self) -> list[int]:
         return processes.trainers(os.getpid(), self._folder, self._strangers)
 
     def _group(self) -> list[int]:
-        """The command's process group; whatever is left, when the command itself has ended."""
-        remaining = self._remaining()
-        if self._status is not None:
-            return [process.pid for process in remaining]
+        """The living members of the command's process group."""
         group = self._child if self._own_group else os.getpgrp()
-        return [process.pid for process in remaining if process.group == group]
+        return [process.pid for process in self._remaining() if process.group == group]
 
 
 def has_terminal() -> bool:

@@ -24,20 +24,24 @@ CKPT_RUN = str(SCRIPTS / "ckpt-run")
 HOOK = str(Path(datastates.__file__).absolute().parent / "_hook")
 BOUND = 60.0  # seconds: no test waits longer for anything
 
-# Writes "<pid> <name> <signal>" for every signal; exits with CODE on SIGTERM (or dies of it when CODE is "die").
+# Writes "<pid> <name> <signal>" for every signal; ends on SIGTERM and SIGINT: with the code given, by the signal ("die"), or
+# not at all ("stay"). "go:..." is the same once there is a file named go: until then it is saving, so to speak.
 RECORDER = """
-import os, signal, sys
+import os, signal, sys, time
 log, name, code = sys.argv[1:4]
 out = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 def note(word):
     os.write(out, f"{os.getpid()} {name} {word}\\n".encode())
 def got(number, frame):
     note(signal.Signals(number).name)
-    if number == signal.SIGTERM and code == "die":
+    while number == signal.SIGTERM and code.startswith("go:") and not os.path.exists("go"):
+        time.sleep(0.01)
+    end = code.removeprefix("go:")
+    if number == signal.SIGTERM and end == "die":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    if number in (signal.SIGTERM, signal.SIGINT) and code != "stay":
-        sys.exit(int(code))
+    if number in (signal.SIGTERM, signal.SIGINT) and end != "stay":
+        sys.exit(int(end))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, got)
