@@ -10,7 +10,7 @@ import difflib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 
 class SettingError(ValueError):
@@ -159,7 +159,7 @@ class Settings:
     keep_trainer_saves: bool
     commit_timeout: float
     exit_timeout: float
-    io: str
+    io: Literal["auto", "direct", "buffered"]
 
 
 def load(

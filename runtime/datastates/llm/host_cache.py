@@ -5,9 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from pathlib import Path
 
-from datastates.engine import Engine
+from datastates.engine import Engine, memory_available
 from datastates.llm import log
 from datastates.llm.ranks import Ranks
 from datastates.settings import Settings
@@ -35,8 +34,14 @@ def engine(settings: Settings, ranks: Ranks) -> Engine:
     with _making:
         if _engine is None:
             _engine = _make(settings, ranks)
-            atexit.register(_engine.close, settings.exit_timeout)
+            atexit.register(_close, _engine, os.getpid(), settings.exit_timeout)
         return _engine
+
+
+def _close(engine: Engine, process: int, timeout: float) -> None:
+    """At the interpreter's exit; a forked child has no threads to wait for."""
+    if os.getpid() == process:
+        engine.close(timeout)
 
 
 def _make(settings: Settings, ranks: Ranks) -> Engine:
@@ -50,7 +55,7 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
                 settings.host_cache_size,
                 error,
             )
-    size = default_size(_free_memory(), ranks.local_size)
+    size = default_size(memory_available(), ranks.local_size)
     if ranks.local_rank == 0:
         logger.info(
             "%s host cache: %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
@@ -69,17 +74,3 @@ def default_size(free: int, local_size: int) -> int:
 
 def _sized(cache_bytes: int, settings: Settings) -> Engine:
     return Engine(cache_bytes, threads=settings.parser_threads, pin=settings.pin_host_cache, io=settings.io)
-
-
-def _free_memory() -> int:
-    """Bytes that can be had without swapping, as the kernel estimates, within the cgroup's limit."""
-    available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return available
-    return available if limit == "max" else max(min(available, int(limit) - used), 0)

@@ -197,7 +197,7 @@ class Session:
     def _still(self) -> dict[int, StillTensor]:
         try:
             return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, self._torn_before)
-        except Exception:  # noqa: BLE001 - an optimizer of an unknown make; copying everything at once is always right
+        except Exception:
             logger.exception("%s cannot tell what holds still: everything is copied at once", log.PREFIX)
             return {}
 
@@ -352,7 +352,7 @@ def _plan(
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
-        commit.sweep(layout.Root(Path(root)), attempt)
+        commit.sweep(layout.Root(Path(root)), attempt, spare=choice.path if choice else None)
         here = RunRecord.here(
             run_id=run_id,
             attempt=attempt,
@@ -367,7 +367,7 @@ def _plan(
         here.write(layout.Root(Path(root)))
     except resume.NothingToResumeError as error:
         return error
-    except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's word; training goes on without checkpoints
+    except Exception as error:
         logger.debug("no plan", exc_info=True)
         given = str(choice.path) if choice else request.path
         return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, f"{type(error).__name__}: {error}")
