@@ -7,7 +7,7 @@ import shlex
 import sys
 
 from ckpt_run import environment, output_dir, resume
-from ckpt_run.arguments import Option, Parsed, parse
+from ckpt_run.arguments import Option, Parsed, UsageError, parse
 
 SCHEMA_VERSION = 1
 
@@ -36,6 +36,10 @@ def main(words: list[str], parsed: Parsed) -> int:
     if "help" in own:
         sys.stdout.write(HELP)
         return 0
+    if own.rest and "=" in own.rest[0]:
+        raise UsageError(
+            "this prints an environment and runs nothing; for the program env: ckpt-run -- env ..."
+        )
     own.values = {**parsed.values, **own.values}
     before = environment.inherited()
     after = environment.build(own, before, environment.new_run_id())

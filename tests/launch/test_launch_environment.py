@@ -230,5 +230,12 @@ def test_env_runs_nothing(sandbox: Sandbox) -> None:
     assert not Path(sandbox.path / "made").exists()
 
 
+def test_who_means_the_program_env_is_told_how_to_run_it(sandbox: Sandbox) -> None:
+    done = sandbox.run("env", "LR=1", "python", "train.py")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "ckpt-run -- env" in done.stderr
+    assert "LR=1\n" in sandbox.run("--", "env", "LR=1", "env").stdout
+
+
 def test_env_help_has_an_example(sandbox: Sandbox) -> None:
     assert 'eval "$(ckpt-run env)"' in sandbox.run("env", "--help").stdout
