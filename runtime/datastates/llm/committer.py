@@ -39,6 +39,7 @@ class Committer:
         self._journal = journal
         self._root = Root(Path(plan.root))
         self._record_lock = threading.Lock()
+        self._cleaning = threading.Lock()
 
     @property
     def commits(self) -> bool:
@@ -99,7 +100,7 @@ class Committer:
         except (commit.CommitAbandoned, OSError) as trouble:
             commit.abandon(directory, attempt, save.number, str(trouble))
             return Outcome(False, str(trouble))
-        self._after_commit(directory)
+        self._after_commit(directory, save.best)
         return Outcome(True)
 
     # -- the run's record, which rank 0 keeps -----------------------------------------------------------------------------
@@ -157,24 +158,23 @@ class Committer:
             error=error,
         )
 
-    def _after_commit(self, directory: CheckpointDir) -> None:
-        """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands."""
-        args = self._trainer.args
+    def _after_commit(self, directory: CheckpointDir, best: str | None) -> None:
+        """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands.
+
+        Two checkpoints may be the best: training has gone on since the save, and what it now holds for the best may never be committed.
+        """
+        limit = self._trainer.args.save_total_limit
+        now_best = self._trainer.state.best_model_checkpoint
+        protected = {Path(path).name for path in (best, now_best) if path is not None}
         try:
-            if self._settings.keep_trainer_saves:
-                mirror.trainer_save(
-                    directory,
-                    self._root.path.parent,
-                    self._plan.attempt,
-                    args.save_total_limit,
-                    self._trainer.state.best_model_checkpoint,
-                )
-            best = self._trainer.state.best_model_checkpoint
-            checkpoints = Catalog(self._root).checkpoints()
-            for checkpoint in retention.expendable(
-                checkpoints, args.save_total_limit, best, lineage=self._plan.lineage
-            ):
-                retention.remove(checkpoint)
+            with self._cleaning:
+                if self._settings.keep_trainer_saves:
+                    output_dir = self._root.path.parent
+                    mirror.trainer_save(directory, output_dir, self._plan.attempt, limit, protected)
+                checkpoints = Catalog(self._root).checkpoints()
+                for old in retention.expendable(checkpoints, limit, now_best, lineage=self._plan.lineage):
+                    if old.path.name not in protected:
+                        retention.remove(old)
         except OSError as trouble:
             logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from datastates.store.layout import PRIVATE, CheckpointDir, step_of
 
 
 def trainer_save(
-    committed: CheckpointDir, output_dir: Path, attempt: str, limit: int | None, best: str | None
+    committed: CheckpointDir, output_dir: Path, attempt: str, limit: int | None, best: Collection[str]
 ) -> Path:
     """Give ``output_dir/checkpoint-N``, hard links where the file system has them, and keep Trainer's limit there.
 
     The name appears with everything in it: the copy is made under another name that no tool of Trainer's looks at.
+
+    Args:
+        best: names of checkpoints that are the best, or were when this one was saved.
 
     Returns:
         The new directory; an older one of the same step is replaced.
@@ -28,7 +32,7 @@ def trainer_save(
     if destination.exists():
         shutil.rmtree(destination)
     making.rename(destination)
-    _rotate(output_dir, limit, _beside(output_dir, best))
+    _rotate(output_dir, limit, best)
     return destination
 
 
@@ -43,16 +47,12 @@ def _link_or_copy(source: str, destination: str) -> None:
         shutil.copy2(source, destination)
 
 
-def _beside(output_dir: Path, best: str | None) -> str | None:
-    return None if best is None else str(output_dir / Path(best).name)
-
-
-def _rotate(output_dir: Path, limit: int | None, best: str | None) -> None:
+def _rotate(output_dir: Path, limit: int | None, best: Collection[str]) -> None:
     """Trainer's rule, in the order of steps: the newest and the best stay, then the oldest go until ``limit`` are left."""
     saves = sorted((step, path) for path in output_dir.iterdir() if (step := step_of(path.name)) is not None)
     if not limit or limit <= 0 or len(saves) <= limit:
         return
-    protected = {str(saves[-1][1]), *([best] if best else [])}
-    surplus = len(saves) - max(limit, len(protected))
-    for path in [path for _, path in saves if str(path) not in protected][:surplus]:
+    others = [path for _, path in saves[:-1] if path.name not in best]
+    surplus = len(saves) - max(limit, len(saves) - len(others))
+    for path in others[:surplus]:
         shutil.rmtree(path)

@@ -43,6 +43,7 @@ class Save:
         late: the tensors that are copied late.
         finish: votes and waits for the outcome; runs on the save's own thread.
         note: records an event of the journal.
+        best: path of the best checkpoint when this one was saved.
         torn: is told the names of tensors that did not hold still.
     """
 
@@ -55,10 +56,12 @@ class Save:
         finish: Finish,
         torn: Callable[[list[str]], None],
         note: Callable[..., object],
+        best: str | None = None,
     ) -> None:
         self.step = step
         self.number = number
         self.ticket = ticket
+        self.best = best
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
         self.outcome: Outcome | None = None

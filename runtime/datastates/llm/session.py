@@ -176,7 +176,14 @@ class Session:
             self._committer.refuse(step, number, f"{type(error).__name__}: {error}")
             return None
         return Save(
-            step, number, ticket, late, self._committer.finish, self._torn_before.update, self._journal.event
+            step,
+            number,
+            ticket,
+            late,
+            self._committer.finish,
+            self._torn_before.update,
+            self._journal.event,
+            self._trainer.state.best_model_checkpoint,
         )
 
     @contextmanager
@@ -309,6 +316,7 @@ class Session:
         self.wait_for_all()
         self.active = False
         self._committer.end(error)
+        self._journal.close()
 
 
 class _BarrierCount:
