@@ -96,11 +96,11 @@ def pack(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, length: int) -> LlamaForCausalLM:
-    """About four million parameters, from scratch."""
+    """About eight million parameters, from scratch."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=704,
+        hidden_size=384,
+        intermediate_size=1024,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,

@@ -142,17 +142,23 @@ class Demo:
             "--output_dir": self._folder / output,
             "--max_steps": self._steps,
             "--save_steps": self._save_steps,
+            "--batch_size": 1,
         }
         arguments = [str(word) for option in options.items() for word in option]
         command = [*launcher, str(templates() / SCRIPT), *arguments, "--use_cpu"]
         return Training(command, self._folder / log, self._environ())
 
     def _environ(self) -> dict[str, str]:
-        """This environment without what belongs to a surrounding run, and with a record of launches that is only ours."""
+        """This environment without what belongs to a surrounding run, and with a record of launches that is only ours.
+
+        One thread computes unless the user wants more: a busy machine then slows the demo down evenly, and as on a GPU machine
+        there is a core left to save with.
+        """
         kept = {
             name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "CHECKPOINT_"))
         }
-        return kept | {"XDG_STATE_HOME": str(self._folder / "state"), "HF_HUB_OFFLINE": "1"}
+        ours = {"XDG_STATE_HOME": str(self._folder / "state"), "HF_HUB_OFFLINE": "1"}
+        return {"OMP_NUM_THREADS": "1"} | kept | ours
 
     def _follow(
         self, training: Training, task: TaskID, kills: Sequence[Kill] = (), until: int | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 from datastates.store.journal import Event, read_events
 from datastates.store.layout import Root
@@ -38,8 +39,13 @@ class Measured:
     weights: str
 
     @property
-    def mean_stall(self) -> float:
-        return sum(self.stalls) / len(self.stalls) if self.stalls else 0.0
+    def usual_stall(self) -> float:
+        """The median."""
+        return median(self.stalls)
+
+    @property
+    def longest_stall(self) -> float:
+        return max(self.stalls)
 
 
 @dataclass(frozen=True)
