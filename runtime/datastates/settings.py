@@ -44,7 +44,7 @@ def _positive(value: Any) -> float:
 
 def _count(value: Any) -> int:
     number = _number(value)
-    if number != int(number) or number < 1:
+    if not number.is_integer() or number < 1:
         raise ValueError("expected a whole number of at least 1")
     return int(number)
 
@@ -193,5 +193,7 @@ def _settle(setting: Setting, given: Mapping[str, Any], variables: Mapping[str, 
 
 
 def _unknown(key: str) -> str:
-    nearest = difflib.get_close_matches(key, [*BY_KEY, "trainer"], n=1, cutoff=0.0)[0]
+    known = [*BY_KEY, "trainer"]
+    begun = [name for name in known if key and name.startswith(key)]
+    nearest = (begun or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
     return f"runtime_config has no key {key!r}; did you mean {nearest!r}? Known keys: {', '.join(['trainer', *BY_KEY])}"
