@@ -105,15 +105,15 @@ class Sandbox:
         return str(self.path / folder)
 
 
-def until(condition: Callable[[], Any], what: str = "it") -> Any:
+def until(condition: Callable[[], Any], what: str = "it", bound: float = BOUND) -> Any:
     """Poll until ``condition()`` is true and return what it gave."""
-    deadline = time.monotonic() + BOUND
+    deadline = time.monotonic() + bound
     while time.monotonic() < deadline:
         value = condition()
         if value:
             return value
         time.sleep(0.01)
-    raise AssertionError(f"waited {BOUND:.0f} s for {what}")
+    raise AssertionError(f"waited {bound:.0f} s for {what}")
 
 
 def lines(path: Path | str) -> list[str]:

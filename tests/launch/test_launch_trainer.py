@@ -24,7 +24,12 @@ class Trainer:
 '''
 PACKAGE = {"transformers/__init__.py": "", "transformers/trainer.py": TRAINER}
 ATTACH = "def attach(trainer):\n    print('attached', type(trainer).__name__, trainer.model)\n"
-LIBRARY = {"datastates/__init__.py": "", "datastates/llm/__init__.py": ATTACH}
+LIBRARY = {
+    "datastates/__init__.py": "",
+    "datastates/llm/__init__.py": ATTACH,
+    "datastates/store/__init__.py": "",
+    "datastates/store/launches.py": "def note_output_dir(run_id, path): pass\n",
+}
 
 
 @pytest.fixture

@@ -145,20 +145,20 @@ def patch_trainer(module):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        register_process(self)
-        attach(self)
+        output_dir = getattr(getattr(self, "args", None), "output_dir", None)
+        register_process(output_dir)
+        attach(self, output_dir)
 
     __init__.ckpt_run = True
     trainer_class.__init__ = __init__
     debug("Trainer is decorated")
 
 
-def register_process(trainer):
-    """Tell the launcher that this process trains and where: it signals such processes, and `status` counts them."""
+def register_process(output_dir):
+    """Tell the launcher that this process trains, and where: it hands signals to such processes."""
     folder = os.environ.get("CKPT_RUN_PROCESSES")
     if not folder:
         return
-    output_dir = getattr(getattr(trainer, "args", None), "output_dir", None)
     path = os.path.join(folder, str(os.getpid()))
     try:
         with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
@@ -176,11 +176,11 @@ def prepare():
         from datastates.llm import prepare as prepare_transformers
 
         prepare_transformers()
-    except Exception as error:  # whatever it is, attach() meets it again and tells it
+    except Exception as error:  # noqa: BLE001 - whatever it is, attach() meets it again and tells it
         debug("transformers could not be prepared: %r" % error)
 
 
-def attach(trainer):
+def attach(trainer, output_dir):
     """Decorate one trainer. Whatever goes wrong is logged and the training runs as if not wrapped."""
     import logging
 
@@ -196,10 +196,20 @@ def attach(trainer):
         from datastates.llm import attach as attach_to
 
         attach_to(trainer)
+        note_output_dir(output_dir)
     except Exception:  # training never dies of checkpointing
         logger.exception(
             "[Concurrent Checkpoint] this Trainer could not be decorated: training runs as if not wrapped"
         )
+
+
+def note_output_dir(output_dir):
+    """Let the next launch of the same command find the checkpoints, and `status` too."""
+    run_id = os.environ.get("CKPT_RUN_RUN_ID")
+    if run_id and output_dir and os.environ.get("RANK", "0") == "0":
+        from datastates.store import launches
+
+        launches.note_output_dir(run_id, output_dir)
 
 
 # --- a program that ends because the hub is out of reach ---------------------------------------------------------------

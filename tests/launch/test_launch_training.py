@@ -1,0 +1,91 @@
+"""A real training below ckpt-run: killed, started again, resumed, and told about by status."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from launch_tools import Sandbox, finish, lines, until
+
+# A tiny Trainer that saves every 2 of 8 steps, on data loader workers, and is killed once after step 5.
+TRAIN = """
+import os, signal, sys
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+print("last step", os.environ.get("CKPT_LAST_STEP"), flush=True)
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 2)
+    def forward(self, x, labels):
+        logits = self.linear(x)
+        return SequenceClassifierOutput(loss=torch.nn.functional.cross_entropy(logits, labels), logits=logits)
+
+class Die(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        with open("steps", "a") as file:
+            file.write(f"{state.global_step}\\n")
+        if state.global_step == 5 and sys.argv[1] == "die" and not os.path.exists("died"):
+            open("died", "w").close()
+            while not os.path.exists("out/concurrent_checkpoint/checkpoint-4/.ckpt/manifest.json"):
+                pass
+            os.kill(os.getpid(), signal.SIGKILL)
+        while sys.argv[1] == "wait" and state.global_step == 5:
+            signal.pause()
+
+rows = [{"x": torch.ones(4) * i, "labels": torch.tensor(i % 2)} for i in range(64)]
+args = TrainingArguments(output_dir="out", max_steps=8, save_steps=2, report_to="none", use_cpu=True,
+                         per_device_train_batch_size=4, dataloader_num_workers=2, disable_tqdm=True)
+Trainer(model=Model(), args=args, train_dataset=rows, callbacks=[Die()]).train()
+"""
+
+
+@pytest.fixture
+def train(sandbox: Sandbox) -> str:
+    return sandbox.script("train.py", TRAIN)
+
+
+def test_a_killed_training_goes_on_from_its_newest_checkpoint(sandbox: Sandbox, train: str) -> None:
+    done = sandbox.run("--max-restarts", "1", sys.executable, train, "die", timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "killed by SIGKILL" in done.stderr
+    assert "starting it again from step 4 (restart 1 of 1)" in done.stderr
+    assert done.stdout.splitlines()[0] == "last step None"
+    assert "last step 4" in done.stdout.splitlines()
+    assert lines(sandbox.path / "steps") == ["1", "2", "3", "4", "5", "5", "6", "7", "8"]
+    status = json.loads(sandbox.run("status", "--json").stdout)
+    assert (status["state"], status["newest"]["step"], status["launch"]["restarts"]) == ("finished", 8, 1)
+    assert (status["hooked"], status["ranks"]) == (1, 1)
+    assert sandbox.run("verify", "out").returncode == 0
+    # The same command again finds the output directory without being told.
+    again = sandbox.run(sys.executable, train, "die", timeout=240)
+    assert again.stdout.splitlines()[0] == "last step 8"
+
+
+def test_sigterm_reaches_the_trainer_and_not_its_data_loader(sandbox: Sandbox, train: str) -> None:
+    process = sandbox.start(sys.executable, train, "wait")
+    until(lambda: "5" in lines(sandbox.path / "steps"), "step 5", 240)
+    trainer = trainer_below(process.pid)
+    workers = below(trainer)
+    assert workers
+    os.kill(workers[0], 0)
+    process.send_signal(signal.SIGTERM)
+    code, _, err = finish(process)
+    assert code == 143
+    assert "DataLoader worker" not in err
+    assert "SIGTERM: handed to the training process" in err
+
+
+def below(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def trainer_below(pid: int) -> int:
+    return below(pid)[0]
