@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -70,8 +71,9 @@ Engine::Engine(const EngineOptions& options, std::unique_ptr<HostCache> cache)
 
 Status Engine::StartThreads() {
   const SignalsBlocked blocked;
-  const auto start = [this](void (Engine::*loop)()) {
-    std::thread([self = shared_from_this(), loop] {
+  const auto start = [this](const char* name, void (Engine::*loop)()) {
+    std::thread([self = shared_from_this(), name, loop] {
+      pthread_setname_np(pthread_self(), name);
       LowerPriority();
       (self.get()->*loop)();
       const Lock lock(self->shared_.mutex);
@@ -81,10 +83,10 @@ Status Engine::StartThreads() {
   };
   const Lock lock(shared_.mutex);
   try {
-    start(&Engine::PersistLoop);
+    start("ckpt-run-write", &Engine::PersistLoop);
     ++threads_running_;
     for (int i = 0; i < options_.threads; ++i) {
-      start(&Engine::StageLoop);
+      start("ckpt-run-stage", &Engine::StageLoop);
       ++threads_running_;
     }
   } catch (const std::system_error& error) {

@@ -220,10 +220,14 @@ def _checked_block_bytes(cache_bytes: int, block_bytes: int | None) -> int:
     if block_bytes <= 0 or block_bytes % _native.PAGE:
         raise ValueError(f"a block of {block_bytes} bytes is not a multiple of {_native.PAGE}")
     if cache_bytes < 2 * block_bytes:
-        raise ValueError(f"a host cache of {cache_bytes} bytes is less than two blocks of {block_bytes} bytes")
+        raise ValueError(
+            f"a host cache of {cache_bytes} bytes is less than two blocks of {block_bytes} bytes"
+        )
     return block_bytes
 
 
 def _check_process(process: int) -> None:
     if os.getpid() != process:
-        raise EngineError("use", "", 0, f"the engine belongs to process {process}; in a forked child it cannot be used")
+        raise EngineError(
+            "use", "", 0, f"the engine belongs to process {process}; in a forked child it cannot be used"
+        )

@@ -29,7 +29,10 @@ def _cgroups() -> list[tuple[int, int]]:
     """Limit and use, in bytes, of every control group around this process that limits memory."""
     found = []
     for directory in _cgroup_directories():
-        for limit_name, used_name in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
             limit, used = _number(directory / limit_name), _number(directory / used_name)
             if limit is not None:
                 found.append((limit, used or 0))
