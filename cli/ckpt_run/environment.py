@@ -22,6 +22,8 @@ OFFLINE_SET = "CKPT_RUN_OFFLINE"  # which of OFFLINE are ours, for the hook to n
 LAUNCHER = "CKPT_RUN_LAUNCHER"  # our process id, for a ckpt-run that is started below us
 PROCESSES = "CKPT_RUN_PROCESSES"  # the folder in which the hook registers processes that train
 OF_THIS_HOST = (LAUNCHER, PROCESSES)
+OUTPUT_DIR = "CKPT_RUN_OUTPUT_DIR"
+NO_SETTINGS = (RUN_ID, FRESH, OFFLINE_SET, OUTPUT_DIR, "CKPT_RUN_DEBUG", "CKPT_RUN_DISABLE", *OF_THIS_HOST)
 
 
 def hook_folder() -> str:
@@ -137,11 +139,8 @@ def _forget_older_launch(env: dict[str, str]) -> None:
 
 def _check_settings(env: Mapping[str, str], parsed: Parsed) -> None:
     """Refuse a value that the training could only complain about when it is under way."""
-    if all(
-        name in (RESUME, RUN_ID, FRESH, OFFLINE_SET, *OF_THIS_HOST)
-        for name in env
-        if name.startswith("CKPT_RUN_")
-    ):
+    given = {name for name in env if name.startswith("CKPT_RUN_") and env[name]}
+    if env[RESUME] == "auto" and given <= {RESUME, *NO_SETTINGS}:
         return
     from datastates import settings
 

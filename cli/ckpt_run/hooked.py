@@ -24,6 +24,11 @@ def ranks(run_id: str) -> list[int]:
     return [pid for pid in with_rank if members[pid].parent not in with_rank]
 
 
+def runs_here(run_id: str) -> bool:
+    """Whether any process of the launch lives on this host."""
+    return bool(_members(run_id))
+
+
 def why_none(run_id: str) -> list[str]:
     """Lines that explain why no rank is hooked: what is seen in running processes, or what it usually is."""
     seen = []

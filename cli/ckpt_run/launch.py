@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from ckpt_run import environment, exits, output_dir, processes, programs, resume
 from ckpt_run.arguments import Parsed
 from ckpt_run.ledger import Ledger
 from ckpt_run.messages import say
-from ckpt_run.signals import Signals, Stopped
+from ckpt_run.signals import Signals, Stopped, die_of
 from ckpt_run.supervisor import Supervisor
 
 
@@ -48,9 +49,13 @@ def _launch(parsed: Parsed, signals: Signals) -> int:
     if folder is not None:
         env[environment.PROCESSES] = folder
     try:
-        return _supervise(parsed, path, env, directory, Supervisor(signals, folder), ledger)
+        supervisor = Supervisor(signals, folder)
+        code = _supervise(parsed, path, env, directory, supervisor, ledger)
     finally:
         ledger.close()
+    if supervisor.interrupted and code == 128 + signal.SIGINT:
+        die_of(signal.SIGINT)
+    return code
 
 
 def _below_another(env: dict[str, str]) -> bool:

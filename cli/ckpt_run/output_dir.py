@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from ckpt_run.environment import OUTPUT_DIR
+
 NAMES = ("--output_dir", "--output-dir")
 
 
@@ -25,5 +27,5 @@ def told(command: list[str], env: Mapping[str, str]) -> str | None:
 
     An absolute path, or None.
     """
-    directory = env.get("CKPT_RUN_OUTPUT_DIR") or from_words(command[1:])
+    directory = env.get(OUTPUT_DIR) or from_words(command[1:])
     return os.path.abspath(directory) if directory else None  # noqa: PTH100 - keeps symbolic links

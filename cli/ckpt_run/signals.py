@@ -6,7 +6,12 @@ the kernel tells about a signal is known. Did a person press Ctrl-C, or did some
 
 from __future__ import annotations
 
+import os
 import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HANDED_ON = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
@@ -50,6 +55,14 @@ class Signals:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask_for_child)
+
+
+def die_of(number: int) -> NoReturn:
+    """End as a program does that a signal has ended: a shell's loop around us stops at Ctrl-C only then."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)
 
 
 def _stop(number: int, frame: object) -> None:

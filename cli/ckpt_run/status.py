@@ -73,7 +73,9 @@ def _launch_rows(summary: RunSummary | None, launch: LaunchRecord | None) -> lis
     from ckpt_run.messages import shell_words
 
     rows = [("command", Text(shell_words(list(launch.command))))]
-    state = f"{launch.state}, started {ago(launch.started)}"
+    state = f"started {ago(launch.started)}"
+    if launch.ended is None and not hooked.runs_here(launch.run_id):
+        state += ", and is gone from this host without a word: killed?"
     if launch.exit_code is not None and launch.ended is not None:
         state = f"ended {ago(launch.ended)} with exit code {launch.exit_code}"
     restarts = f", {count(launch.restarts, 'restart')}" if launch.restarts else ""

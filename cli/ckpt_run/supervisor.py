@@ -29,11 +29,12 @@ class Supervisor:
     """Stays with one command at a time until it and everything that it started is gone.
 
     ``folder`` is where the hook registers the processes that train, None if there is no such place. ``stopped`` is the
-    signal that told us to stop, None as long as there was none.
+    signal that told us to stop, None as long as there was none; ``interrupted``: it came from the terminal, as Ctrl-C.
     """
 
     def __init__(self, signals: Signals, folder: str | None) -> None:
         self.stopped: int | None = None
+        self.interrupted = False
         self._signals = signals
         self._folder = folder
         # A shell that became us by `exec` leaves us its children: not ours to wait for.
@@ -122,7 +123,9 @@ class Supervisor:
         if number in STOPS:
             self.stopped = number
         if info.si_code == SI_KERNEL and not self._own_group:
-            self._told.update(self._group())  # from the terminal to the whole group: it has it already
+            # From the terminal to the whole group: the command has it already.
+            self._told.update(self._group())
+            self.interrupted = number == signal.SIGINT
             return
         trainers = self._trainers()
         targets = trainers or self._group()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,21 @@ def test_the_last_launch_is_told_although_it_trained_nothing(sandbox: Sandbox) -
     assert "with exit code 3" in done.stdout
     assert "no Trainer of this launch has begun to train" in done.stdout
     assert "0 hooked" in done.stdout
+
+
+def test_a_launch_that_was_killed_is_not_said_to_run(sandbox: Sandbox) -> None:
+    process = sandbox.start("sh", "-c", "touch up; while true; do sleep 0.05; done")
+    until((sandbox.path / "up").exists)
+    until(lambda: "started" in sandbox.run("status").stdout)
+    assert "gone from this host" not in sandbox.run("status").stdout
+    os.killpg(int(below(process.pid)), signal.SIGKILL)
+    process.kill()
+    finish(process)
+    assert "gone from this host" in sandbox.run("status").stdout
+
+
+def below(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0]
 
 
 def test_where_the_last_launch_saved_is_remembered(sandbox: Sandbox) -> None:

@@ -84,10 +84,11 @@ def test_an_option_wins_over_a_variable_and_that_over_the_default(sandbox: Sandb
     assert (found["CKPT_RUN_KEEP_TRAINER_SAVES"], found["CKPT_RUN_HOST_CACHE_SIZE"]) == ("1", "2.5")
 
 
-def test_a_variable_that_cannot_be_is_refused_before_anything_runs(sandbox: Sandbox) -> None:
-    done = sandbox.run("echo", "ran", env={"CKPT_RUN_IO": "fast"})
+@pytest.mark.parametrize("name", ["CKPT_RUN_IO", "CKPT_RUN_RESUME"])
+def test_a_variable_that_cannot_be_is_refused_before_anything_runs(sandbox: Sandbox, name: str) -> None:
+    done = sandbox.run("echo", "ran", env={name: "fast"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert "CKPT_RUN_IO is 'fast'" in done.stderr
+    assert f"{name} is 'fast'" in done.stderr
 
 
 def test_fresh_is_the_id_of_this_run_and_of_no_other(sandbox: Sandbox) -> None:

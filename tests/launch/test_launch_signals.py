@@ -232,12 +232,12 @@ def test_children_of_the_shell_that_became_us_are_not_waited_for(sandbox: Sandbo
 class Terminal:
     """ckpt-run on a terminal of its own."""
 
-    def __init__(self, sandbox: Sandbox, *words: str) -> None:
+    def __init__(self, sandbox: Sandbox, *words: str, program: str = CKPT_RUN) -> None:
         self.text = b""
         self.pid, self._master = pty.fork()
         if self.pid == 0:
             os.chdir(sandbox.path)
-            os.execve(CKPT_RUN, [CKPT_RUN, *words], sandbox.env)
+            os.execve(program, [program, *words], sandbox.env)
 
     def type(self, data: bytes) -> None:
         os.write(self._master, data)
@@ -273,6 +273,17 @@ def test_ctrl_c_ends_a_program_as_without_us(sandbox: Sandbox) -> None:
     terminal.type(b"\x03")
     assert terminal.finish() in (130, -signal.SIGINT)
     assert terminal.text.count(b"KeyboardInterrupt") == 1
+
+
+def test_ctrl_c_ends_a_shells_loop_around_us(sandbox: Sandbox) -> None:
+    loop = f"for i in 1 2 3; do {CKPT_RUN} {sys.executable} sleeper.py; done; echo went on"
+    sandbox.script("sleeper.py", "import time\nopen('up', 'a').write('x')\nwhile True: time.sleep(1)")
+    terminal = Terminal(sandbox, "-c", loop, program="/bin/bash")
+    until((sandbox.path / "up").exists)
+    terminal.type(b"\x03")
+    terminal.finish()
+    assert (sandbox.path / "up").read_text() == "x"
+    assert b"went on" not in terminal.text
 
 
 def test_a_program_can_read_from_the_terminal(sandbox: Sandbox) -> None:

@@ -221,6 +221,21 @@ def test_a_programs_own_excepthook_is_called(bare: Python) -> None:
     assert offline_end(bare, code).startswith("ckpt-run: ")
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from datasets import load_dataset; load_dataset('no-such/data')",
+        "from huggingface_hub import snapshot_download; snapshot_download('no-such/model')",
+        "from transformers import AutoTokenizer; AutoTokenizer.from_pretrained('no-such/model')",
+    ],
+    ids=["datasets", "huggingface_hub", "transformers"],
+)
+def test_the_real_libraries_errors_are_recognised(sandbox: Sandbox, code: str) -> None:
+    done = sandbox.run(sys.executable, "-c", code)
+    assert done.returncode == 1
+    assert "ckpt-run --online COMMAND" in done.stderr.splitlines()[-1]
+
+
 # --- the real thing ------------------------------------------------------------------------------------------------------
 
 

@@ -237,6 +237,8 @@ def comes_from_offline_mode(error):
     while error is not None and id(error) not in seen:
         if type(error).__name__ in OFFLINE_ERRORS:
             return True
+        if isinstance(error, OSError) and any("(%s)" % name in str(error) for name in OFFLINE_ERRORS):
+            return True  # datasets keeps the name in its text and drops the error
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
