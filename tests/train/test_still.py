@@ -21,7 +21,7 @@ import torch
 from checkpoints import same, whole
 from datastates.llm import host_cache
 from datastates.llm.fence import FENCE
-from datastates.llm.still import StillTensor
+from datastates.llm.still import StillTensor, still_tensors
 from transformers import Trainer, TrainerCallback, set_seed
 
 STEPS = [2, 4, 6, 8]
@@ -127,7 +127,7 @@ def test_foreach_adamw_is_saved_as_it_was(late: Any, tmp_path: Path) -> None:
         dict(torch_compile=True, torch_compile_backend="eager"),
         dict(bf16=True),
         dict(save_steps=1, max_steps=6),
-        dict(eval_strategy="steps", eval_steps=3),
+        dict(eval_strategy="epoch", save_steps=4, per_device_train_batch_size=16, max_steps=12),
         dict(save_strategy="epoch", max_steps=-1, num_train_epochs=3, per_device_train_batch_size=16),
         dict(save_only_model=False, dataloader_num_workers=1, max_steps=4),
     ],
@@ -290,22 +290,36 @@ def test_a_frozen_parameter_that_a_callback_averages_into_is_saved_as_it_was(
     assert agreeing(trainer, tmp_path) == STEPS
 
 
+def _everything_past_autograd(weight: torch.Tensor) -> None:
+    weight.data.mul_(0.999)
+
+
+@torch.no_grad()
+def _one_element_of_it(weight: torch.Tensor) -> None:
+    weight[50, 19] += 1.0
+
+
+@pytest.mark.parametrize("change", [_everything_past_autograd, _one_element_of_it])
 def test_a_torn_snapshot_is_not_committed_and_names_the_tensor_which_is_then_copied_at_once(
-    late: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[torch.Tensor], None], late: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny.llama()
     weight = model.model.layers[0].mlp.up_proj.weight
-
-    def clip(module: Any, args: Any) -> None:
-        weight.data.mul_(0.999)
-
-    model.register_forward_pre_hook(clip)
+    model.register_forward_pre_hook(lambda module, args: change(weight))
     trainer = witness(tmp_path, model)
     trainer.train()
     assert agreeing(trainer, tmp_path) == [4, 6, 8]
     assert "checkpoint-2 was not committed" in _only_error(caplog)
     assert "model.layers.0.mlp.up_proj.weight" in _only_error(caplog)
     assert late.late_bytes > 0
+
+
+def test_memory_that_a_parameter_shares_with_a_buffer_is_not_still() -> None:
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert still_tensors([optimizer], model, set()).keys() == {model.weight.data_ptr()}
+    model.register_buffer("average", model.weight.detach()[3])
+    assert still_tensors([optimizer], model, set()) == {}
 
 
 # -- optimizers that do not keep to the rules -------------------------------------------------------------------------------
