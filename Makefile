@@ -36,8 +36,8 @@ format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff format .
 	$(if $(CPP),$(BIN)/clang-format -i $(CPP))
 
-sanitize: $(STAMPS)/project ## the engine's own tests under ThreadSanitizer and AddressSanitizer
-	PATH="$(CURDIR)/$(BIN):$$PATH" csrc/tests/run_sanitizers.sh
+sanitize: ## the engine's own tests under ThreadSanitizer and AddressSanitizer
+	csrc/tests/run_sanitizers.sh
 
 test-versions: $(STAMPS)/project ## the training tests with transformers 4.57 and with the newest
 	$(MAKE) --no-print-directory test-with NAME=tf457 TRANSFORMERS='transformers==4.57.*'

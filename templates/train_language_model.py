@@ -96,12 +96,12 @@ def pack(
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, length: int) -> LlamaForCausalLM:
-    """About eight million parameters, from scratch."""
+    """About eleven million parameters, from scratch."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=384,
         intermediate_size=1024,
-        num_hidden_layers=4,
+        num_hidden_layers=6,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=length,

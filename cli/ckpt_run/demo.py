@@ -28,7 +28,7 @@ _KILLS = 2
 _LATEST_WITHIN_A_STEP = 0.2  # seconds after a step's line; about the time of one step
 _LOG_LINES_SHOWN = 20
 
-app = typer.Typer(add_completion=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 class DemoError(Exception):
@@ -54,8 +54,8 @@ def demo(
     seed: Annotated[
         int | None, typer.Option(help="Kill at the moments of an earlier demo; it printed its seed.")
     ] = None,
-    steps: Annotated[int, typer.Option(min=8, help="Steps to train.")] = 120,
-    save_steps: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 12,
+    steps: Annotated[int, typer.Option(min=8, help="Steps to train.")] = 100,
+    save_steps: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = 10,
 ) -> None:
     """Train a small language model, kill it twice, and show that nothing was lost.
 

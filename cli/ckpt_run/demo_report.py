@@ -95,7 +95,10 @@ def table(comparison: Comparison) -> Table:
     result.add_row("checkpoints saved", str(len(stock.stalls)), str(len(ours.stalls)))
     result.add_row("size of a checkpoint", _mebibytes(stock.nbytes), _mebibytes(ours.nbytes))
     result.add_row(
-        "stall per checkpoint, mean", _milliseconds(stock.mean_stall), _milliseconds(ours.mean_stall)
+        "stall per checkpoint, median", _milliseconds(stock.usual_stall), _milliseconds(ours.usual_stall)
+    )
+    result.add_row(
+        "stall per checkpoint, longest", _milliseconds(stock.longest_stall), _milliseconds(ours.longest_stall)
     )
     result.add_row(
         "wait for the last one at the end", _milliseconds(stock.waited), _milliseconds(ours.waited)
