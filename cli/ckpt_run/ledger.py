@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 from ckpt_run import processes
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from datastates.store.launches import LaunchRecord
-
-FOLDER_PREFIX = "ckpt-run-"
-ABANDONED_AFTER = 24 * 3600.0  # seconds
 
 
 class Ledger:
@@ -45,8 +41,8 @@ class Ledger:
 
     def open_folder(self) -> str | None:
         """Make the folder for the hook."""
-        path = f"{_temporary()}/{FOLDER_PREFIX}{os.getpid()}-{self._run_id}"
         with contextlib.suppress(OSError):
+            path = f"{_temporary()}/{_prefix()}{os.getpid()}-{self._run_id}"
             os.mkdir(path, 0o700)  # noqa: PTH102
             self.processes = path
         return self.processes
@@ -83,18 +79,19 @@ def _temporary() -> str:
     return os.environ.get("TMPDIR") or "/tmp"
 
 
+def _prefix() -> str:
+    """Tells apart containers that share a temporary directory: process ids mean something within one only."""
+    return f"ckpt-run-{os.stat('/proc/self/ns/pid').st_ino:x}-"  # noqa: PTH116
+
+
 def _sweep() -> None:
     """Remove the folders of launchers that were killed."""
-    oldest = time.time() - ABANDONED_AFTER
     with contextlib.suppress(OSError), os.scandir(_temporary()) as entries:
+        prefix = _prefix()
         for entry in entries:
-            pid = entry.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-            ours = (
-                entry.name.startswith(FOLDER_PREFIX)
-                and pid.isdecimal()
-                and entry.is_dir(follow_symlinks=False)
-            )
-            if ours and processes.read_process(int(pid)) is None and entry.stat().st_mtime < oldest:
+            pid = entry.name.removeprefix(prefix).partition("-")[0]
+            ours = entry.name.startswith(prefix) and pid.isdecimal() and entry.is_dir(follow_symlinks=False)
+            if ours and processes.read_process(int(pid)) is None:
                 _remove(entry.path)
 
 

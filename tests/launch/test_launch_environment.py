@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import CKPT_RUN, HOOK, PRINT_ENVIRONMENT, Sandbox, commit_checkpoint
+from launch_tools import CKPT_RUN, HOOK, PRINT_ENVIRONMENT, Sandbox, commit_checkpoint, until
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 
@@ -158,6 +158,17 @@ def test_an_unwritable_home_is_lived_with(sandbox: Sandbox) -> None:
 def test_nothing_is_left_in_the_temporary_directory(sandbox: Sandbox) -> None:
     sandbox.run("true")
     sandbox.run("no-such-program")
+    assert os.listdir(sandbox.path / "tmp") == []  # noqa: PTH208
+
+
+def test_what_a_killed_launcher_left_there_goes_at_the_next_launch(sandbox: Sandbox) -> None:
+    process = sandbox.start("sh", "-c", "touch up; while test -e up; do sleep 0.02; done")
+    until((sandbox.path / "up").exists)
+    process.kill()
+    process.wait(60)
+    (sandbox.path / "up").unlink()
+    assert len(os.listdir(sandbox.path / "tmp")) == 1  # noqa: PTH208
+    sandbox.run("true")
     assert os.listdir(sandbox.path / "tmp") == []  # noqa: PTH208
 
 
