@@ -23,7 +23,7 @@ demo: $(STAMPS)/project ## train, kill twice, resume, compare with an undisturbe
 	$(BIN)/ckpt-run demo $(DEMO)
 
 test: $(STAMPS)/project $(STAMPS)/test ## run the test suite; TESTS=path picks a part of it
-	$(BIN)/python -m pytest -n $(WORKERS) -m 'not campaign' $(TESTS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 900 -m 'not campaign' $(TESTS)
 
 lint: $(STAMPS)/lint ## ruff, mypy, clang-format
 	$(BIN)/ruff check .
