@@ -143,6 +143,7 @@ class Demo:
             "--max_steps": self._steps,
             "--save_steps": self._save_steps,
             "--batch_size": 1,
+            "--corpus_bytes": 2_000_000,
         }
         arguments = [str(word) for option in options.items() for word in option]
         command = [*launcher, str(templates() / SCRIPT), *arguments, "--use_cpu"]
