@@ -86,6 +86,45 @@ TEST(SavesCanceledAtAnyMomentLeaveNothing) {
   }
 }
 
+TEST(FilesGetTheirNamesOnlyWhenAllAreDurableAndTheDirectoryFollows) {
+  FaultEnv env;
+  std::vector<std::string> calls;
+  env.SetFault([&calls](const std::string& call) {
+    if (call == "create" || call == "datasync" || call == "rename" || call == "syncdir")
+      calls.push_back(call);
+    return 0;
+  });
+  const Directory directory;
+  const std::string bytes = RandomBytes(200'000, 17);
+  {
+    const TestEngine engine(&env);
+    engine.Save({FileOf(directory, "a", bytes), FileOf(directory, "b", bytes)});
+  }
+  const std::vector<std::string> expected{"create", "datasync", "create", "datasync",
+                                          "rename", "rename",   "syncdir"};
+  CHECK(calls == expected);
+}
+
+TEST(ALaterSaveIsWrittenAfterAnEarlierOne) {
+  FaultEnv env;
+  std::vector<std::string> calls;
+  env.SetFault([&calls](const std::string& call) {
+    if (call == "create" || call == "datasync") calls.push_back(call);
+    return 0;
+  });
+  const Directory directory;
+  const std::string bytes = RandomBytes(500'000, 18);
+  {
+    const TestEngine engine(&env, 3);
+    std::vector<std::shared_ptr<Ticket>> tickets;
+    for (const char* name : {"a", "b", "c"})
+      tickets.push_back(engine.Submit({FileOf(directory, name, bytes)}));
+    for (const auto& ticket : tickets) CHECK(engine.Finish(ticket).state == TicketState::kPersisted);
+  }
+  const std::vector<std::string> expected{"create", "datasync", "create", "datasync", "create", "datasync"};
+  CHECK(calls == expected);
+}
+
 TEST(EveryFaultOfTheDiskFailsTheSaveAlone) {
   for (const bool ring : {true, false}) {
     const std::string write = ring ? "ringresult" : "pwrite";
