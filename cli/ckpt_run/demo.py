@@ -11,7 +11,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -22,11 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from ckpt_run.demo_process import Training
 from ckpt_run.demo_report import Comparison, Kill, measure_ours, measure_stock, table, verdict
+from ckpt_run.environment import CARRIER, hook_folder
 
 SCRIPT = "train_language_model.py"
 _KILLS = 2
 _LATEST_WITHIN_A_STEP = 0.2  # seconds after a step's line; about the time of one step
 _LOG_LINES_SHOWN = 20
+_OURS = ("CKPT_", "CHECKPOINT_VENDOR", CARRIER, "PYTHONPATH")
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -155,31 +157,44 @@ class Demo:
         One thread computes unless the user wants more: a busy machine then slows the demo down evenly, and as on a GPU machine
         there is a core left to save with.
         """
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("CKPT_", "CHECKPOINT_"))
-        }
-        ours = {"XDG_STATE_HOME": str(self._folder / "state"), "HF_HUB_OFFLINE": "1"}
-        return {"OMP_NUM_THREADS": "1"} | kept | ours
+        environ = {"OMP_NUM_THREADS": "1", **without_ckpt_run(os.environ)}
+        return environ | {"XDG_STATE_HOME": str(self._folder / "state"), "HF_HUB_OFFLINE": "1"}
 
     def _follow(
         self, training: Training, task: TaskID, kills: Sequence[Kill] = (), until: int | None = None
     ) -> None:
         """Show the steps until the training has ended, or has trained step `until`; tell the last kill what it cost."""
-        while (code := training.poll()) is None:
-            steps = training.steps
-            if not steps:
-                continue
-            if kills and kills[-1].resumed is None:
-                kills[-1].resumed = steps[0] - 1
-                self._progress.console.print(f"  carried on from step {kills[-1].resumed}")
-            self._progress.update(task, completed=steps[-1])
-            if until is not None and steps[-1] >= until:
-                return
+        code = None
+        try:
+            while code is None:
+                code = training.poll()
+                reached = self._show(training.steps, task, kills)
+                if until is not None and reached >= until:
+                    return
+        except BaseException:
+            training.kill()
+            raise
         if code != 0 or until is not None:
-            raise DemoError(
-                f"the training ended early, with exit code {code}\n{training.tail(_LOG_LINES_SHOWN)}"
-            )
-        self._progress.update(task, completed=training.steps[-1])
+            shown = training.tail(_LOG_LINES_SHOWN)
+            raise DemoError(f"the training ended at step {reached}, with exit code {code}\n{shown}")
+
+    def _show(self, steps: Sequence[int], task: TaskID, kills: Sequence[Kill]) -> int:
+        """Returns the last step, 0 before the first."""
+        if not steps:
+            return 0
+        if kills and kills[-1].resumed is None:
+            kills[-1].resumed = steps[0] - 1
+            self._progress.console.print(f"  carried on from step {kills[-1].resumed}")
+        self._progress.update(task, completed=steps[-1])
+        return steps[-1]
+
+
+def without_ckpt_run(environ: Mapping[str, str]) -> dict[str, str]:
+    """What `environ` would be outside of ckpt-run and of ``eval "$(ckpt-run env)"``: the stock Trainer has to be stock."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(_OURS)}
+    entries = environ.get("PYTHONPATH", "").split(os.pathsep)
+    path = os.pathsep.join(entry for entry in entries if entry and entry.rstrip("/") != hook_folder())
+    return kept | ({"PYTHONPATH": path} if path else {})
 
 
 def templates() -> Path:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -14,14 +15,16 @@ from pathlib import Path
 import numpy
 import pytest
 from ckpt_run import demo as demo_module
+from ckpt_run import environment
+from ckpt_run.arguments import parse
 from ckpt_run.demo_process import Training
 from ckpt_run.demo_report import Comparison, Kill, Measured, verdict, weights_digest
 from safetensors.numpy import save_file
 
 
-def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
+def demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ckpt_run", "demo", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -124,14 +127,51 @@ def test_a_kill_leaves_no_process_of_the_tree(tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         training.poll()
     training.kill()
-    assert not [path for path in Path("/proc").glob("[0-9]*/environ") if mark.encode() in _environ(path)]
+    assert _marked(mark) == []
+
+
+def _marked(mark: str) -> list[int]:
+    """The processes that have `mark` in their environment."""
+    environs = Path("/proc").glob("[0-9]*/environ")
+    return [int(path.parent.name) for path in environs if mark.encode() in _environ(path)]
 
 
 def _environ(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError:
+    except OSError:  # it has ended, or is not ours to look at
         return b""
+
+
+def test_the_stock_training_is_stock_even_below_ckpt_run() -> None:
+    outside = {"HOME": "/home/somebody", "PYTHONPATH": "/a:/b"}
+    below = environment.build(parse([]), outside, "a-run")
+    environment.set_last_step(below, 20)
+    assert below["PYTHONPATH"] != outside["PYTHONPATH"]
+    offline = {name: "1" for name in environment.OFFLINE}
+    assert demo_module.without_ckpt_run(below) == outside | offline
+
+
+def test_a_training_that_fails_ends_the_demo_with_its_last_words(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers.py").write_text("raise SystemExit('broken on purpose')")
+    result = demo(env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert result.returncode == 1
+    assert "ckpt-run: demo: the training ended at step 0, with exit code 1" in result.stderr
+    assert "broken on purpose" in result.stderr
+
+
+def test_an_interrupted_demo_leaves_no_training_behind(tmp_path: Path) -> None:
+    mark = f"demo-test-{random.random()}"
+    command = [sys.executable, "-m", "ckpt_run", "demo", "--keep", str(tmp_path / "kept")]
+    environ = {**os.environ, "MARK": mark}
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(_marked(mark)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) != 0
+    assert _marked(mark) == []
 
 
 def test_the_script_that_the_demo_trains_is_where_the_package_says() -> None:
