@@ -1,0 +1,99 @@
+"""One training in a process of its own; a rank of it where the environment says so.
+
+Called with a job (see :class:`Job`) as JSON, or in a forked process through :func:`main`. What it did goes to ``<log>-rank<r>.jsonl``: a line
+for the loss of each step, and in the end one for the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import faults  # noqa: E402
+import tiny  # noqa: E402
+from transformers import Trainer, TrainerCallback  # noqa: E402
+
+
+@dataclass
+class Job:
+    """What to train; every field has a JSON form.
+
+    ``orderly``: before each step with an even number everything saved so far has its outcome, so that it is known what is on disk when.
+    ``rows``: of data. ``pause``: seconds that each step takes longer, so that a kill finds something to hit. ``fault``: see :func:`faults.install`.
+    """
+
+    output_dir: str
+    log: str
+    decorated: bool = True
+    resume: bool | str | None = True
+    orderly: bool = False
+    pause: float = 0.0
+    rows: int = 64
+    arguments: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    fault: dict[str, Any] | None = None
+
+
+class Log(TrainerCallback):
+    """Writes each loss as soon as it is known, so that a killed process has told what it did."""
+
+    def __init__(self, path: str, pause: float) -> None:
+        self.stream = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
+        self.pause = pause
+        self.settle: Callable[[], Any] | None = None
+
+    def write(self, **fields: Any) -> None:
+        self.stream.write(json.dumps(fields) + "\n")
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        time.sleep(self.pause)
+        if self.settle and state.global_step % 2:
+            self.settle()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.write(step=state.global_step, loss=float(logs["loss"]))
+
+
+def fingerprint(trainer: Trainer) -> str:
+    """Of every bit of the model."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(trainer.model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(job: Job) -> None:
+    rank = os.environ.get("RANK", "0")
+    log = Log(f"{job.log}-rank{rank}.jsonl", job.pause)
+    trainer = tiny.trainer(
+        Path(job.output_dir),
+        model=tiny.llama(**job.model),
+        data=tiny.Tokens(job.rows),
+        callbacks=[log],
+        **job.arguments,
+    )
+    if job.decorated:
+        from datastates.llm import DecoratedCheckpointing
+
+        engine = DecoratedCheckpointing({"trainer": trainer, **job.settings}, -1)
+        log.settle = engine.wait if job.orderly else None
+    if job.fault:
+        faults.install(**job.fault)
+    trainer.train(resume_from_checkpoint=job.resume if job.decorated else None)
+    log.write(weights=fingerprint(trainer), step=trainer.state.global_step)
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))
