@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from ckpt_run.demo_process import Training
+from ckpt_run.demo_process import Training, kill_descendants
 from ckpt_run.demo_report import Comparison, Kill, measure_ours, measure_stock, table, verdict
 from ckpt_run.environment import CARRIER, hook_folder
 
@@ -100,8 +100,11 @@ class Demo:
         self._progress = progress
 
     def compare(self) -> Comparison:
-        stalls = self._train_undisturbed()
-        kills = self._train_killed()
+        try:
+            stalls = self._train_undisturbed()
+            kills = self._train_killed()
+        finally:
+            kill_descendants()
         stock = measure_stock(self._folder / "stock", stalls)
         return Comparison(stock, measure_ours(self._folder / "ckpt-run"), kills)
 
@@ -165,15 +168,11 @@ class Demo:
     ) -> None:
         """Show the steps until the training has ended, or has trained step `until`; tell the last kill what it cost."""
         code = None
-        try:
-            while code is None:
-                code = training.poll()
-                reached = self._show(training.steps, task, kills)
-                if until is not None and reached >= until:
-                    return
-        except BaseException:
-            training.kill()
-            raise
+        while code is None:
+            code = training.poll()
+            reached = self._show(training.steps, task, kills)
+            if until is not None and reached >= until:
+                return
         if code != 0 or until is not None:
             shown = training.tail(_LOG_LINES_SHOWN)
             raise DemoError(f"the training ended at step {reached}, with exit code {code}\n{shown}")

@@ -46,15 +46,24 @@ class Training:
 
     def kill(self) -> None:
         """SIGKILL to every process of the run, from the launcher down, leaving none to clean up after the others."""
-        members = [self._process.pid]
-        for pid in members:  # grows while it is walked; a stopped process starts no further children
-            _send(pid, signal.SIGSTOP)
-            members.extend(_children(pid))
-        for pid in members:
-            _send(pid, signal.SIGKILL)
+        _kill_trees([self._process.pid])
         self._process.wait()
-        while any(_alive(pid) for pid in members):
-            time.sleep(_POLL_SECONDS)
+
+
+def kill_descendants() -> None:
+    """SIGKILL to everything that this process has started and that still runs."""
+    _kill_trees(_children(os.getpid()))
+
+
+def _kill_trees(roots: list[int]) -> None:
+    members = list(roots)
+    for pid in members:  # grows while it is walked; a stopped process starts no further children
+        _send(pid, signal.SIGSTOP)
+        members.extend(_children(pid))
+    for pid in members:
+        _send(pid, signal.SIGKILL)
+    while any(_alive(pid) for pid in members):
+        time.sleep(_POLL_SECONDS)
 
 
 def _children(pid: int) -> list[int]:
