@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,7 @@ def test_a_save_needs_no_more_memory_than_the_host_cache_and_a_constant(
     model = tiny.llama(hidden_size=512, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8)
     optimizer = Unhooked(model.parameters())
     if staged == "at once":
-        optimizer.step = lambda closure=None: None  # type: ignore[method-assign]
+        optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)  # type: ignore[method-assign]
     until = UntilCommitted()
     until.trainer = tiny.trainer(
         tmp_path,

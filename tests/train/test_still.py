@@ -18,6 +18,7 @@ import pytest
 import runs
 import tiny
 import torch
+import transformers
 from checkpoints import same, whole
 from datastates.llm import host_cache
 from datastates.llm.fence import FENCE
@@ -192,7 +193,8 @@ def test_save_strategy_best_saves_the_better_ones_alone(late: Any, tmp_path: Pat
     )
     trainer.train()
     assert agreeing(trainer, tmp_path) == [2, 4]
-    assert same(tiny.weights(trainer.model), trainer.copies[4][0])
+    if int(transformers.__version__.split(".")[0]) >= 5:  # before, Trainer forgot which one was the best
+        assert same(tiny.weights(trainer.model), trainer.copies[4][0])
 
 
 def test_a_checkpoint_larger_than_the_host_cache_streams_through_it(
