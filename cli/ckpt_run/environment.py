@@ -29,7 +29,7 @@ NO_SETTINGS = (RUN_ID, FRESH, OFFLINE_SET, OUTPUT_DIR, "CKPT_RUN_DEBUG", "CKPT_R
 def hook_folder() -> str:
     import datastates
 
-    return os.path.join(os.path.dirname(os.path.abspath(datastates.__file__)), "_hook")  # noqa: PTH100, PTH118, PTH120
+    return os.path.join(os.path.dirname(os.path.abspath(datastates.__file__)), "_hook")
 
 
 def inherited() -> dict[str, str]:

@@ -29,7 +29,7 @@ def code(status: int) -> int:
 
 def explain(command: list[str], status: int, out_of_memory: bool) -> str | None:
     """A sentence about an end by a signal, or None where there is nothing to add."""
-    name = os.path.basename(command[0])  # noqa: PTH119
+    name = os.path.basename(command[0])
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return None if number in QUIET else f"{name} was killed by {described(number, out_of_memory)}"

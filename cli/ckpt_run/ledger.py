@@ -30,7 +30,7 @@ class Ledger:
         from datastates.store.launches import LaunchRecord
 
         try:
-            last = LaunchRecord.find(os.getcwd(), self._command)  # noqa: PTH109
+            last = LaunchRecord.find(os.getcwd(), self._command)
         except OSError:  # the working directory is gone
             return None
         return last.output_dir if last else None
@@ -43,7 +43,7 @@ class Ledger:
         """Make the folder for the hook."""
         with contextlib.suppress(OSError):
             path = f"{_temporary()}/{_prefix()}{os.getpid()}-{self._run_id}"
-            os.mkdir(path, 0o700)  # noqa: PTH102
+            os.mkdir(path, 0o700)
             self.processes = path
         return self.processes
 
@@ -81,7 +81,7 @@ def _temporary() -> str:
 
 def _prefix() -> str:
     """Tells apart containers that share a temporary directory: process ids mean something within one only."""
-    return f"ckpt-run-{os.stat('/proc/self/ns/pid').st_ino:x}-"  # noqa: PTH116
+    return f"ckpt-run-{os.stat('/proc/self/ns/pid').st_ino:x}-"
 
 
 def _sweep() -> None:
@@ -99,5 +99,5 @@ def _remove(folder: str) -> None:
     """The folder and the files in it; what belongs to somebody else stays."""
     with contextlib.suppress(OSError):
         for entry in list(os.scandir(folder)):
-            os.unlink(entry.path)  # noqa: PTH108
-        os.rmdir(folder)  # noqa: PTH106
+            os.unlink(entry.path)
+        os.rmdir(folder)

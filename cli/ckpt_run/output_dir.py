@@ -28,4 +28,4 @@ def told(command: list[str], env: Mapping[str, str]) -> str | None:
     An absolute path, or None.
     """
     directory = env.get(OUTPUT_DIR) or from_words(command[1:])
-    return os.path.abspath(directory) if directory else None  # noqa: PTH100 - keeps symbolic links
+    return os.path.abspath(directory) if directory else None

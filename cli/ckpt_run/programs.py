@@ -32,11 +32,11 @@ def find(words: list[str], env: Mapping[str, str]) -> str:
         candidates = [name]
     else:
         candidates = [f"{folder or '.'}/{name}" for folder in env.get("PATH", os.defpath).split(os.pathsep)]
-    files = [path for path in candidates if os.path.isfile(path)]  # noqa: PTH113
+    files = [path for path in candidates if os.path.isfile(path)]
     for path in files:
         if os.access(path, os.X_OK):
             return path
-    if files or ("/" in name and os.path.isdir(name)):  # noqa: PTH112
+    if files or ("/" in name and os.path.isdir(name)):
         raise CannotRunError(f"{name} is not executable{_slip(words)}", NOT_EXECUTABLE)
     raise CannotRunError(f"{name}: command not found{_slip(words)}", NOT_FOUND)
 

@@ -18,7 +18,7 @@ def step(output_dir: str | None, fresh: str | None = None) -> int | None:
     ``fresh`` is the token of a launch that is to start over: until its training has begun there is nothing to resume.
     None: nothing, or no directory is known. An output directory that cannot be read stops no training.
     """
-    if output_dir is None or not os.path.isdir(output_dir):  # noqa: PTH112
+    if output_dir is None or not os.path.isdir(output_dir):
         return None
     from datastates.store.catalog import resume_point
 

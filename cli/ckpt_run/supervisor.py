@@ -194,4 +194,4 @@ def _count(pids: list[int]) -> str:
 
 def _name(pid: int) -> str:
     words = processes.command_line(pid)
-    return f"{os.path.basename(words[0]) if words else 'process'} ({pid})"  # noqa: PTH119
+    return f"{os.path.basename(words[0]) if words else 'process'} ({pid})"

@@ -74,7 +74,7 @@ def test_the_machines_memory_is_known() -> None:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    return len(os.listdir("/proc/self/fd"))
 
 
 def resident_bytes() -> int:

@@ -174,7 +174,7 @@ def test_in_an_environment_without_anything_datastates_is_found(sandbox: Sandbox
     code = "import datastates, datastates.store.layout; print(datastates.__file__)"
     done = sandbox.run(bare, "-c", code)
     assert done.stdout == f"{Path(HOOK).parent}/__init__.py\n"
-    shadowed = f"import importlib.util as u; print([u.find_spec(n) for n in {sorted(os.listdir(Path(HOOK).parents[1]))!r} if n != 'datastates'])"  # noqa: PTH208
+    shadowed = f"import importlib.util as u; print([u.find_spec(n) for n in {sorted(os.listdir(Path(HOOK).parents[1]))!r} if n != 'datastates'])"
     assert "ModuleSpec" not in sandbox.run(bare, "-c", shadowed).stdout
 
 

@@ -38,7 +38,13 @@ def write(directory: Path, files: dict[str, bytes]) -> None:
 
 def vote(checkpoint: CheckpointDir, files: dict[str, bytes], **facts: object) -> Vote:
     plain = Vote(
-        attempt="attempt1", save=1, step=checkpoint.step, rank=0, world_size=1, lineage="lineage1", ordinal=0,
+        attempt="attempt1",
+        save=1,
+        step=checkpoint.step,
+        rank=0,
+        world_size=1,
+        lineage="lineage1",
+        ordinal=0,
         files=tuple(entry(name, data) for name, data in files.items()),
     )
     return replace(plain, **facts)  # type: ignore[arg-type]
@@ -49,7 +55,10 @@ def save(root: Root, step: int, files: dict[str, bytes] | None = None, **facts: 
     checkpoint = root.checkpoint(step)
     files = FILES if files is None else files
     checkpoint.prepare()
-    write(checkpoint.path, {**files, **BY_STOCK, "trainer_state.json": json.dumps({"global_step": step}).encode()})
+    write(
+        checkpoint.path,
+        {**files, **BY_STOCK, "trainer_state.json": json.dumps({"global_step": step}).encode()},
+    )
     ballot = vote(checkpoint, files, **facts)
     commit.cast_vote(checkpoint, ballot)
     votes = commit.collect_votes(checkpoint, ballot.attempt, ballot.save, [0], timeout=10)

@@ -12,13 +12,18 @@ from store_files import vote, write
 
 def main(root: str, step: int, rank: int, world_size: int, how: str = "") -> None:
     checkpoint = Root(Path(root)).checkpoint(step)
-    files = {f"rng_state_{rank}.pth": b"%d" % rank * 5000, "shared.json": b"{}" if how != "differs" else b"[]"}
+    files = {
+        f"rng_state_{rank}.pth": b"%d" % rank * 5000,
+        "shared.json": b"{}" if how != "differs" else b"[]",
+    }
     checkpoint.prepare()
     for n, (name, data) in enumerate(files.items()):
         write(checkpoint.private, {f"attempt1-{rank}{n}.part": data})
         (checkpoint.private / f"attempt1-{rank}{n}.part").rename(checkpoint.path / name)
     ballot = vote(checkpoint, files, rank=rank, world_size=world_size)
-    commit.cast_vote(checkpoint, commit.failed_vote(ballot, "No space left on device") if how == "error" else ballot)
+    commit.cast_vote(
+        checkpoint, commit.failed_vote(ballot, "No space left on device") if how == "error" else ballot
+    )
     if rank == 0:
         try:
             votes = commit.collect_votes(checkpoint, "attempt1", 1, range(world_size), timeout=30)

@@ -70,7 +70,10 @@ def test_two_files_that_were_swapped_are_both_named(root: Root) -> None:
     assert len(a) == len(b)
     one.write_bytes(b)
     other.write_bytes(a)
-    assert [verdict.path for verdict in verify(checkpoint) if not verdict.ok] == ["model.safetensors", "optimizer.pt"]
+    assert [verdict.path for verdict in verify(checkpoint) if not verdict.ok] == [
+        "model.safetensors",
+        "optimizer.pt",
+    ]
     assert damage(checkpoint, verify=False) is None
     assert "and 1 more" in str(damage(checkpoint))
 
@@ -78,12 +81,18 @@ def test_two_files_that_were_swapped_are_both_named(root: Root) -> None:
 def test_files_added_later_are_no_damage_and_are_remarked_on(root: Root) -> None:
     checkpoint = save(root, 10)
     write(checkpoint.path, {"notes.txt": b"mine", "sub/more.txt": b"mine", ".ckpt/left.part": b"half"})
-    remarked = [(verdict.path, verdict.ok) for verdict in verify(checkpoint) if verdict.reason == "not in the manifest"]
+    remarked = [
+        (verdict.path, verdict.ok)
+        for verdict in verify(checkpoint)
+        if verdict.reason == "not in the manifest"
+    ]
     assert remarked == [("notes.txt", True), ("sub/more.txt", True)]
     assert damage(checkpoint) is None
 
 
-def test_a_link_inside_the_checkpoint_is_followed_and_one_out_of_it_is_damage(root: Root, tmp_path: Path) -> None:
+def test_a_link_inside_the_checkpoint_is_followed_and_one_out_of_it_is_damage(
+    root: Root, tmp_path: Path
+) -> None:
     checkpoint = save(root, 10)
     model = checkpoint.path / "model.safetensors"
     model.rename(checkpoint.path / "real")
@@ -110,7 +119,9 @@ def test_a_loop_of_links_is_damage(root: Root) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -2])
-def test_a_truncated_manifest_is_named_and_its_checkpoint_not_taken(root: Root, keep: int, skips: Skips) -> None:
+def test_a_truncated_manifest_is_named_and_its_checkpoint_not_taken(
+    root: Root, keep: int, skips: Skips
+) -> None:
     save(root, 10)
     manifest = save(root, 20).directory.manifest
     os.truncate(manifest, keep if keep >= 0 else manifest.stat().st_size + keep)
@@ -128,11 +139,16 @@ def test_a_manifest_of_another_step_does_not_make_a_commit(root: Root, skips: Sk
     assert skips.reason("checkpoint-30") == "its manifest is that of step 20"
 
 
-def test_big_files_are_verified_in_ranges_and_progress_reaches_the_total(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_files_are_verified_in_ranges_and_progress_reaches_the_total(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datastates.store.verify.RANGE_BYTES", 1000)
     checkpoint = save(root, 10)
     told: list[tuple[int, int]] = []
-    assert all(verdict.ok for verdict in verify(checkpoint, workers=3, progress=lambda done, total: told.append((done, total))))
+    assert all(
+        verdict.ok
+        for verdict in verify(checkpoint, workers=3, progress=lambda done, total: told.append((done, total)))
+    )
     assert checkpoint.manifest
     size = checkpoint.manifest.size
     assert told[-1] == (size, size)
@@ -170,7 +186,12 @@ def test_checkpoints_are_listed_newest_first_with_what_is_wrong(root: Root) -> N
         save(root, step)
     uncommitted(root, 300)
     listed = Catalog(root).checkpoints()
-    assert [(item.step, item.committed) for item in listed] == [(300, False), (100, True), (20, True), (9, True)]
+    assert [(item.step, item.committed) for item in listed] == [
+        (300, False),
+        (100, True),
+        (20, True),
+        (9, True),
+    ]
     assert listed[0].problem == "was never committed"
 
 
@@ -202,7 +223,9 @@ def ours(root: Root, step: int, lineage: str | None = "lineage1") -> ResumePoint
     return ResumePoint(root.checkpoint(step).path, step, "ours", lineage)
 
 
-def test_training_resumes_from_the_newest_whole_checkpoint_of_its_lineage(root: Root, tmp_path: Path, skips: Skips) -> None:
+def test_training_resumes_from_the_newest_whole_checkpoint_of_its_lineage(
+    root: Root, tmp_path: Path, skips: Skips
+) -> None:
     record(root, LINEAGE)
     save(root, 10)
     save(root, 20)
@@ -252,7 +275,9 @@ def test_what_a_second_training_moved_aside_still_counts_for_the_first(root: Roo
     assert newest and newest.path == root.checkpoint(10).path
 
 
-def test_a_lineage_without_checkpoints_resumes_from_its_origin(root: Root, tmp_path: Path, skips: Skips) -> None:
+def test_a_lineage_without_checkpoints_resumes_from_its_origin(
+    root: Root, tmp_path: Path, skips: Skips
+) -> None:
     origin = save(root, 10, lineage="older").path
     record(root, {0: Lineage(id="lineage1", origin=str(origin))})
     assert resume_point(tmp_path) == ours(root, 10)
@@ -302,7 +327,9 @@ def test_a_stock_checkpoint_is_resumed_where_nothing_of_ours_is(tmp_path: Path, 
     assert resume_point(tmp_path, 1) is None
 
 
-def test_a_stock_checkpoint_older_than_a_fresh_training_is_never_taken(root: Root, tmp_path: Path, skips: Skips) -> None:
+def test_a_stock_checkpoint_older_than_a_fresh_training_is_never_taken(
+    root: Root, tmp_path: Path, skips: Skips
+) -> None:
     path = stock(tmp_path, 100)
     os.utime(path / "trainer_state.json", (1000, 1000))
     record(root, {0: Lineage(id="lineage1", began=2000.0)})
@@ -319,7 +346,9 @@ def test_ours_are_preferred_to_stock_checkpoints_of_higher_steps(root: Root, tmp
     assert resume_point(tmp_path) == ours(root, 10)
 
 
-def test_an_explicit_path_goes_on_with_the_lineage_only_when_it_is_its_newest(root: Root, tmp_path: Path) -> None:
+def test_an_explicit_path_goes_on_with_the_lineage_only_when_it_is_its_newest(
+    root: Root, tmp_path: Path
+) -> None:
     record(root, LINEAGE)
     save(root, 10)
     save(root, 20)
@@ -330,7 +359,9 @@ def test_an_explicit_path_goes_on_with_the_lineage_only_when_it_is_its_newest(ro
 
 
 def test_an_explicit_path_is_used_as_given_whatever_it_holds(root: Root, tmp_path: Path) -> None:
-    assert explicit_point(tmp_path, 0, tmp_path / "nothing") == ResumePoint(tmp_path / "nothing", -1, "stock", None)
+    assert explicit_point(tmp_path, 0, tmp_path / "nothing") == ResumePoint(
+        tmp_path / "nothing", -1, "stock", None
+    )
     path = stock(tmp_path, 30)
     assert explicit_point(tmp_path, 0, path) == ResumePoint(path, 30, "stock", None)
     record(root, {0: Lineage(id="lineage1", origin=str(path))})

@@ -34,7 +34,15 @@ def ranks(root: Root, step: int, how: list[str]) -> list[str]:
     """Every rank as a process of its own, all at once; what each was told."""
     processes = [
         subprocess.Popen(
-            [sys.executable, str(RANK), str(root.path), str(step), str(rank), str(len(how)), *([how[rank]] if how[rank] else [])],
+            [
+                sys.executable,
+                str(RANK),
+                str(root.path),
+                str(step),
+                str(rank),
+                str(len(how)),
+                *([how[rank]] if how[rank] else []),
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )
@@ -50,7 +58,10 @@ def test_four_ranks_in_four_processes_commit_one_checkpoint_and_all_learn_of_it(
     assert ranks(root, 10, ["", "", "", ""]) == ["committed"] * 4
     checkpoint = Catalog(root).get(10)
     assert checkpoint.manifest and checkpoint.manifest.world_size == 4
-    assert [file.path for file in checkpoint.manifest.files] == [*(f"rng_state_{rank}.pth" for rank in range(4)), "shared.json"]
+    assert [file.path for file in checkpoint.manifest.files] == [
+        *(f"rng_state_{rank}.pth" for rank in range(4)),
+        "shared.json",
+    ]
     assert damage(checkpoint) is None
 
 
@@ -120,7 +131,10 @@ def test_a_vote_signed_by_another_rank_is_not_counted(root: Root) -> None:
 
 def test_ranks_that_save_different_things_are_not_committed_together(root: Root) -> None:
     checkpoint = written(root)
-    votes = [vote(checkpoint, FILES, world_size=2), vote(checkpoint, {}, rank=1, world_size=2, lineage="other")]
+    votes = [
+        vote(checkpoint, FILES, world_size=2),
+        vote(checkpoint, {}, rank=1, world_size=2, lineage="other"),
+    ]
     with pytest.raises(CommitAbandoned, match="do not agree"):
         commit.publish(checkpoint, votes)
     with pytest.raises(CommitAbandoned, match="nobody voted"):
@@ -154,7 +168,9 @@ def test_the_manifest_covers_files_that_nobody_voted_for(root: Root) -> None:
     assert entry("config.json", BY_STOCK["config.json"]) in checkpoint.manifest.files
 
 
-def test_every_file_is_durable_before_the_manifest_has_its_name(root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_file_is_durable_before_the_manifest_has_its_name(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced: set[Path] = set()
     fsync = os.fsync
 
@@ -233,7 +249,9 @@ def test_a_file_that_is_still_being_written_ends_the_save(root: Root) -> None:
 def test_waits_end_with_the_outcome_whenever_it_is_published(root: Root) -> None:
     checkpoint = written(root)
     told: list[str] = []
-    waiter = threading.Thread(target=lambda: told.append(commit.wait_outcome(checkpoint, "attempt1", 1, timeout=60)))
+    waiter = threading.Thread(
+        target=lambda: told.append(commit.wait_outcome(checkpoint, "attempt1", 1, timeout=60))
+    )
     waiter.start()
     commit.abandon(checkpoint, "attempt0", 1, "of another attempt")
     commit.abandon(checkpoint, "attempt1", 0, "of another save")
@@ -364,9 +382,13 @@ def test_deleting_a_link_leaves_what_it_leads_to(root: Root, tmp_path: Path) -> 
 def test_sweeps_of_two_processes_at_once_lose_nothing_committed(root: Root) -> None:
     for step in range(10, 200, 10):
         save(root, step) if step % 20 else uncommitted(root, step)
-    code = "import sys; from pathlib import Path; from datastates.store import commit, layout; " \
-           "commit.sweep(layout.Root(Path(sys.argv[1])), sys.argv[2])"
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(root.path), f"attempt{n}"]) for n in range(4)]
+    code = (
+        "import sys; from pathlib import Path; from datastates.store import commit, layout; "
+        "commit.sweep(layout.Root(Path(sys.argv[1])), sys.argv[2])"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, str(root.path), f"attempt{n}"]) for n in range(4)
+    ]
     wait_for(lambda: all(process.poll() is not None for process in processes), 100)
     assert [process.returncode for process in processes] == [0] * 4
     assert root.steps() == sorted((step for step in range(10, 200, 10) if step % 20), reverse=True)

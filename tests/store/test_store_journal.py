@@ -54,7 +54,17 @@ def test_lines_that_are_no_events_are_passed_over(tmp_path: Path) -> None:
     root = Root.of(tmp_path)
     root.run_dir.mkdir(parents=True)
     good = json.dumps({"time": 1, "kind": "save", "run_id": "r", "attempt": "a"}).encode()
-    hostile = [b"", b"\0" * 100, b"[]", b"{}", b"[" * 100_000, b'{"time": "x"}', b'{"time": 1, "kind": 3}', b"\xff\xfe", b"NaN"]
+    hostile = [
+        b"",
+        b"\0" * 100,
+        b"[]",
+        b"{}",
+        b"[" * 100_000,
+        b'{"time": "x"}',
+        b'{"time": 1, "kind": 3}',
+        b"\xff\xfe",
+        b"NaN",
+    ]
     root.events(0).write_bytes(b"\n".join([*hostile, good, b"{"]))
     (root.run_dir / "events-rankX.jsonl").write_bytes(good)
     assert kinds(root) == ["save"]
@@ -99,16 +109,19 @@ def test_a_journal_that_grew_too_large_gives_way_to_a_new_one(tmp_path: Path, mo
             journal.event("save", step=number)
         journal.close()
     assert len(read_events(root)) == 10
-    assert sorted(path.name for path in root.run_dir.iterdir()) == ["events-rank0.jsonl", "events-rank0.jsonl.old"]
+    assert sorted(path.name for path in root.run_dir.iterdir()) == [
+        "events-rank0.jsonl",
+        "events-rank0.jsonl.old",
+    ]
 
 
 def test_an_open_journal_holds_one_file_descriptor_and_closes_it(tmp_path: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before = len(os.listdir("/proc/self/fd"))
     journal = Journal(Root.of(tmp_path), 0, "run1")
     for _ in range(50):
         journal.event("save")
-    assert len(os.listdir("/proc/self/fd")) == before + 1  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) == before + 1
     journal.close()
     journal.close()
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert len(os.listdir("/proc/self/fd")) == before
     assert threading.active_count() >= 1

@@ -96,7 +96,9 @@ def test_killed_at_any_line_of_a_save_the_checkpoint_is_whole_or_is_none(tmp_pat
     assert outcomes == {10, 20}
 
 
-def test_killed_at_any_line_of_a_deletion_no_half_checkpoint_is_accepted_and_the_rest_goes_later(tmp_path: Path) -> None:
+def test_killed_at_any_line_of_a_deletion_no_half_checkpoint_is_accepted_and_the_rest_goes_later(
+    tmp_path: Path,
+) -> None:
     def prepared(name: str) -> Root:
         root = Root.of(tmp_path / name)
         save(root, 10)
@@ -143,7 +145,8 @@ def test_killed_at_random_moments_again_and_again_only_whole_checkpoints_are_acc
     last = 0
     for attempt in range(ROUNDS):
         process = subprocess.Popen(
-            [sys.executable, "-c", SAVER, str(tmp_path), str(Path(__file__).parent), f"attempt{attempt}"], stdout=subprocess.PIPE
+            [sys.executable, "-c", SAVER, str(tmp_path), str(Path(__file__).parent), f"attempt{attempt}"],
+            stdout=subprocess.PIPE,
         )
         assert process.stdout and process.stdout.readline()
         time.sleep(chance.uniform(0, 0.2))
@@ -163,7 +166,9 @@ def test_killed_at_random_moments_again_and_again_only_whole_checkpoints_are_acc
     assert last > 0
 
 
-def test_while_the_committer_hangs_the_others_wait_only_so_long_and_a_late_commit_still_counts(tmp_path: Path) -> None:
+def test_while_the_committer_hangs_the_others_wait_only_so_long_and_a_late_commit_still_counts(
+    tmp_path: Path,
+) -> None:
     root = Root.of(tmp_path)
     checkpoint = root.checkpoint(10)
     command = [sys.executable, str(Path(__file__).with_name("store_rank.py")), str(root.path), "10", "0", "2"]

@@ -38,7 +38,9 @@ def test_the_newest_launch_of_a_directory_is_found_whatever_it_ran(home: Path, t
     assert LaunchRecord.newest("/nowhere") is None
 
 
-def test_the_output_directory_that_the_process_notes_wins_over_the_launchers_guess(home: Path, tmp_path: Path) -> None:
+def test_the_output_directory_that_the_process_notes_wins_over_the_launchers_guess(
+    home: Path, tmp_path: Path
+) -> None:
     record = LaunchRecord.begin("run1", COMMAND, "/guess")
     record.write()
     assert note_output_dir("run1", "out")
@@ -64,17 +66,21 @@ def test_only_the_user_can_read_what_commands_were_run(home: Path) -> None:
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
-def test_without_a_writable_home_everything_does_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_writable_home_everything_does_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("")
     for home in (str(tmp_path / "file"), "/proc/none"):
         monkeypatch.setenv("XDG_STATE_HOME", home)
         assert LaunchRecord.begin("run1", COMMAND).write() is None
         assert note_output_dir("run1", "/out") is None
-        assert LaunchRecord.find(os.getcwd(), COMMAND) is None  # noqa: PTH109
-        assert LaunchRecord.newest(os.getcwd()) is None  # noqa: PTH109
+        assert LaunchRecord.find(os.getcwd(), COMMAND) is None
+        assert LaunchRecord.newest(os.getcwd()) is None
 
 
-def test_the_default_place_is_below_the_home_and_a_relative_setting_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_place_is_below_the_home_and_a_relative_setting_is_ignored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     for setting in ("", "relative/path"):
         monkeypatch.setenv("XDG_STATE_HOME", setting)
@@ -83,7 +89,9 @@ def test_the_default_place_is_below_the_home_and_a_relative_setting_is_ignored(m
     assert launches.state_home() == Path("/home/somebody/.local/state/ckpt-run")
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", bytes(50), b'{"version": 9}', b'{"version": 1, "run_id": "../x"}'])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", bytes(50), b'{"version": 9}', b'{"version": 1, "run_id": "../x"}']
+)
 def test_a_damaged_record_is_as_good_as_none(home: Path, tmp_path: Path, data: bytes) -> None:
     path = LaunchRecord.begin("run1", COMMAND).write()
     assert path
@@ -104,5 +112,5 @@ def test_old_launches_are_forgotten(home: Path, monkeypatch: pytest.MonkeyPatch)
         assert path
         os.utime(path, (number, number))
     assert len(list(home.iterdir())) <= 7
-    assert LaunchRecord.find(os.getcwd(), (*COMMAND, "19"))  # noqa: PTH109
-    assert LaunchRecord.find(os.getcwd(), (*COMMAND, "0")) is None  # noqa: PTH109
+    assert LaunchRecord.find(os.getcwd(), (*COMMAND, "19"))
+    assert LaunchRecord.find(os.getcwd(), (*COMMAND, "0")) is None

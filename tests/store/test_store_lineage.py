@@ -37,7 +37,12 @@ def test_a_fresh_start_leaves_no_trace_of_the_lineage_before() -> None:
 
 def test_resuming_the_newest_of_the_current_lineage_continues_it() -> None:
     lineage, record = begin(here(of_0=OLD), 0, ResumePoint(PATH, 10, "ours", "old"), here())
-    assert (lineage.id, lineage.state, lineage.began, lineage.fresh_token) == ("old", "running", 1.0, "launch1")
+    assert (lineage.id, lineage.state, lineage.began, lineage.fresh_token) == (
+        "old",
+        "running",
+        1.0,
+        "launch1",
+    )
     assert record.lineages[0] == lineage
 
 

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 
 FILE = Path("/x/manifest.json")
 
-names = st.text(st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
-    lambda name: name not in (".", "..", ".ckpt")
-)
+names = st.text(
+    st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20
+).filter(lambda name: name not in (".", "..", ".ckpt"))
 paths = st.lists(names, min_size=1, max_size=4).map("/".join)
 entries = st.builds(FileEntry, paths, st.integers(0, 2**62), st.integers(0, 2**32 - 1))
 file_lists = st.lists(entries, max_size=5, unique_by=lambda entry: entry.path).map(tuple)
@@ -37,7 +37,16 @@ json_values = st.recursive(
 
 
 def a_manifest(**facts: object) -> Manifest:
-    plain = {"attempt": "a1", "save": 3, "step": 200, "rank": 0, "world_size": 2, "lineage": "l1", "ordinal": 0, "created": 1.5}
+    plain = {
+        "attempt": "a1",
+        "save": 3,
+        "step": 200,
+        "rank": 0,
+        "world_size": 2,
+        "lineage": "l1",
+        "ordinal": 0,
+        "created": 1.5,
+    }
     files = (FileEntry("model.safetensors", 10, 0xDEADBEEF), FileEntry("sub/x.pt", 0, 0))
     return Manifest(**{"files": files, **plain, **facts})  # type: ignore[arg-type]
 
@@ -50,11 +59,26 @@ def changed(**members: object) -> bytes:
 
 
 @settings(deadline=None)
-@given(file_lists, st.integers(0, 2**62), st.floats(0, 1e12), st.none() | st.text(st.characters(), max_size=50))
-def test_what_is_written_is_read_back(files: tuple[FileEntry, ...], step: int, created: float, error: str | None) -> None:
+@given(
+    file_lists, st.integers(0, 2**62), st.floats(0, 1e12), st.none() | st.text(st.characters(), max_size=50)
+)
+def test_what_is_written_is_read_back(
+    files: tuple[FileEntry, ...], step: int, created: float, error: str | None
+) -> None:
     whole = a_manifest(files=files, step=step, created=created)
     assert parse_manifest(whole.encode(), FILE) == whole
-    vote = Vote(attempt="a", save=0, step=step, rank=1, world_size=2, lineage="l", ordinal=1, files=files, created=created, error=error)
+    vote = Vote(
+        attempt="a",
+        save=0,
+        step=step,
+        rank=1,
+        world_size=2,
+        lineage="l",
+        ordinal=1,
+        files=files,
+        created=created,
+        error=error,
+    )
     assert parse_vote(vote.encode(), FILE) == vote
     word = Abandonment(attempt="a", save=step, reason=error or "", created=created)
     assert parse_abandonment(word.encode(), FILE) == word
@@ -70,7 +94,9 @@ def test_hostile_bytes_raise_nothing_but_manifest_error(parse: object, data: byt
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(json.loads(a_manifest().encode()))), json_values)
-def test_a_hostile_member_under_a_right_checksum_raises_nothing_but_manifest_error(name: str, value: object) -> None:
+def test_a_hostile_member_under_a_right_checksum_raises_nothing_but_manifest_error(
+    name: str, value: object
+) -> None:
     data = changed(**{name: value}) if name != "checksum" else changed()
     for parse in (parse_manifest, parse_vote, parse_abandonment):
         try:
@@ -200,7 +226,12 @@ def test_a_document_that_is_not_there_is_told_apart_from_one_that_cannot_be_read
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.integers(0, 99), st.builds(Lineage, id=st.just("l1"), origin=st.none() | st.text(), began=st.floats(0, 1e12))))
+@given(
+    st.dictionaries(
+        st.integers(0, 99),
+        st.builds(Lineage, id=st.just("l1"), origin=st.none() | st.text(), began=st.floats(0, 1e12)),
+    )
+)
 def test_a_run_record_is_read_back_as_written(lineages: dict[int, Lineage]) -> None:
     here = RunRecord.here(run_id="r1", attempt="a1", output_dir="/out", world_size=4, step=7, max_steps=9)
     for ordinal, lineage in lineages.items():

@@ -25,7 +25,9 @@ def going(checkpoints: list[Checkpoint], limit: int | None, best: str | None = N
 
 @settings(deadline=None)
 @given(steps, st.integers(-1, 14) | st.none(), st.data())
-def test_the_newest_and_the_best_always_stay_and_the_limit_is_kept(own: list[int], limit: int | None, data: st.DataObject) -> None:
+def test_the_newest_and_the_best_always_stay_and_the_limit_is_kept(
+    own: list[int], limit: int | None, data: st.DataObject
+) -> None:
     best = data.draw(st.none() | st.sampled_from(own)) if own else None
     others = [committed(step, "older") for step in data.draw(steps)]
     damaged = [Checkpoint(step, Path(f"/x/checkpoint-{step}"), None, "damaged") for step in data.draw(steps)]
@@ -51,7 +53,10 @@ def test_the_oldest_go_first() -> None:
     assert going([committed(step) for step in (100, 9, 20)], 3) == []
 
 
-@pytest.mark.parametrize("best", ["/out/concurrent_checkpoint/checkpoint-9", "concurrent_checkpoint/checkpoint-9", "/moved/checkpoint-9/"])
+@pytest.mark.parametrize(
+    "best",
+    ["/out/concurrent_checkpoint/checkpoint-9", "concurrent_checkpoint/checkpoint-9", "/moved/checkpoint-9/"],
+)
 def test_the_best_is_recognised_however_its_path_is_spelled(best: str) -> None:
     assert going([committed(step) for step in (100, 9, 20)], 1, best) == [20]
 

@@ -9,12 +9,27 @@ from store_files import stock, write
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no state": (lambda path: (path / "trainer_state.json").unlink(), "trainer_state.json is missing"),
-    "an empty state": (lambda path: (path / "trainer_state.json").write_bytes(b""), "trainer_state.json is damaged"),
-    "a zeroed state": (lambda path: (path / "trainer_state.json").write_bytes(bytes(90)), "trainer_state.json is damaged"),
-    "a state without a step": (lambda path: (path / "trainer_state.json").write_bytes(b"[]"), "trainer_state.json is damaged"),
+    "an empty state": (
+        lambda path: (path / "trainer_state.json").write_bytes(b""),
+        "trainer_state.json is damaged",
+    ),
+    "a zeroed state": (
+        lambda path: (path / "trainer_state.json").write_bytes(bytes(90)),
+        "trainer_state.json is damaged",
+    ),
+    "a state without a step": (
+        lambda path: (path / "trainer_state.json").write_bytes(b"[]"),
+        "trainer_state.json is damaged",
+    ),
     "no weights": (lambda path: (path / "model.safetensors").unlink(), "has no file with weights"),
-    "Trainer's own mark": (lambda path: (path / "checkpoint-is-incomplete.txt").write_text(""), "interrupted"),
-    "empty weights": (lambda path: (path / "model.safetensors").write_bytes(b""), "model.safetensors has only 0 bytes"),
+    "Trainer's own mark": (
+        lambda path: (path / "checkpoint-is-incomplete.txt").write_text(""),
+        "interrupted",
+    ),
+    "empty weights": (
+        lambda path: (path / "model.safetensors").write_bytes(b""),
+        "model.safetensors has only 0 bytes",
+    ),
     "weights cut": (lambda path: cut(path / "model.safetensors", -1), "model.safetensors has "),
     "weights cut in the header": (lambda path: cut(path / "model.safetensors", 20), "has no whole header"),
     "weights zeroed": (lambda path: zero(path / "model.safetensors"), "has no whole header"),
@@ -22,13 +37,21 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "optimizer halved": (lambda path: cut(path / "optimizer.pt", 30), "optimizer.pt does not end"),
     "optimizer empty": (lambda path: cut(path / "optimizer.pt", 0), "optimizer.pt is empty"),
     "optimizer zeroed": (lambda path: zero(path / "optimizer.pt"), "optimizer.pt begins with zeros"),
-    "optimizer with zeros behind": (lambda path: append(path / "optimizer.pt", bytes(9)), "optimizer.pt does not end"),
+    "optimizer with zeros behind": (
+        lambda path: append(path / "optimizer.pt", bytes(9)),
+        "optimizer.pt does not end",
+    ),
     "a nested file cut": (lambda path: nested(path), "does not end"),
     "a shard missing": (
-        lambda path: (path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}'),
+        lambda path: (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model-1.safetensors"}}'
+        ),
         "model-1.safetensors is missing",
     ),
-    "an index damaged": (lambda path: (path / "model.safetensors.index.json").write_text("{"), "the list of weights is missing"),
+    "an index damaged": (
+        lambda path: (path / "model.safetensors.index.json").write_text("{"),
+        "the list of weights is missing",
+    ),
 }
 
 
@@ -74,7 +97,11 @@ def test_nothing_speaks_against_a_whole_stock_checkpoint(tmp_path: Path) -> None
 )
 def test_weights_of_every_mode_are_recognised(tmp_path: Path, name: str) -> None:
     path = stock(tmp_path, 10)
-    content = (path / "model.safetensors").read_bytes() if name.endswith(".safetensors") else (path / "optimizer.pt").read_bytes()
+    content = (
+        (path / "model.safetensors").read_bytes()
+        if name.endswith(".safetensors")
+        else (path / "optimizer.pt").read_bytes()
+    )
     (path / "model.safetensors").unlink()
     assert stock_problem(path) is not None
     write(path, {name: content})
@@ -82,7 +109,14 @@ def test_weights_of_every_mode_are_recognised(tmp_path: Path, name: str) -> None
 
 
 def test_only_directories_with_trainers_names_are_stock_checkpoints(tmp_path: Path) -> None:
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11.tmp", "tmp-checkpoint-12", "concurrent_checkpoint", "checkpoint-x"):
+    for name in (
+        "checkpoint-9",
+        "checkpoint-10",
+        "checkpoint-11.tmp",
+        "tmp-checkpoint-12",
+        "concurrent_checkpoint",
+        "checkpoint-x",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "checkpoint-13").write_text("")
     assert [step for step, _ in stock_checkpoints(tmp_path)] == [10, 9]

@@ -163,7 +163,9 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _run(job: dict[str, Any], environment: dict[str, str], output: str) -> None:
     os.setsid()
-    multiprocessing.set_start_method("fork", force=True)  # for data loaders, as in a process that was started by hand
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # for data loaders, as in a process that was started by hand
     os.environ.update(environment)
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

@@ -1,4 +1,4 @@
-# ruff: noqa: N807, PTH100, PTH104, PTH118, PTH120, PTH121, RET503, RUF005, SIM105, UP004, UP024, UP031, UP036
+# ruff: noqa: N807, RET503, RUF005, SIM105, UP004, UP024, UP031, UP036
 """The injected hook: every Python that is started with this folder in PYTHONPATH runs this file before anything else.
 
 It decorates each Trainer that the process builds, and otherwise leaves no trace. So at start-up it imports nothing that

@@ -78,13 +78,22 @@ class Catalog:
         return Checkpoint.load(self.root.checkpoint(step).path, step)
 
     def verify(
-        self, checkpoint: Checkpoint, crc32: Crc32 = zlib.crc32, workers: int | None = None, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        crc32: Crc32 = zlib.crc32,
+        workers: int | None = None,
+        progress: Progress | None = None,
     ) -> list[FileVerdict]:
         """See :func:`verify`."""
         return verify(checkpoint, crc32, workers, progress)
 
     def newest(
-        self, lineage: str | None = None, *, verify: bool = True, on_skip: OnSkip = ignore, crc32: Crc32 = zlib.crc32
+        self,
+        lineage: str | None = None,
+        *,
+        verify: bool = True,
+        on_skip: OnSkip = ignore,
+        crc32: Crc32 = zlib.crc32,
     ) -> Checkpoint | None:
         """The highest committed step (of one lineage, if named) whose files are whole; every better one that is not is named to ``on_skip``.
 
@@ -103,7 +112,11 @@ class Catalog:
 
     def _candidates(self, lineage: str | None) -> list[Checkpoint]:
         """Highest step first. One that another training's save moved aside still counts for its own lineage, after the one in place."""
-        return sorted([*self.checkpoints(), *self._set_aside(lineage)], key=lambda checkpoint: checkpoint.step, reverse=True)
+        return sorted(
+            [*self.checkpoints(), *self._set_aside(lineage)],
+            key=lambda checkpoint: checkpoint.step,
+            reverse=True,
+        )
 
     def _set_aside(self, lineage: str | None) -> Iterator[Checkpoint]:
         for entry in directories(self.root.aside):
@@ -114,17 +127,28 @@ class Catalog:
 
 
 def verify(
-    checkpoint: Checkpoint, crc32: Crc32 = zlib.crc32, workers: int | None = None, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    crc32: Crc32 = zlib.crc32,
+    workers: int | None = None,
+    progress: Progress | None = None,
 ) -> list[FileVerdict]:
     """A verdict for every file of a checkpoint, all bytes read; files that were added after the commit are ok and remarked on.
 
     A checkpoint without a usable manifest has one verdict: its manifest's.
     """
     if checkpoint.manifest is None or checkpoint.problem:
-        return [FileVerdict(checkpoint.directory.manifest.relative_to(checkpoint.path).as_posix(), False, checkpoint.problem or NOT_COMMITTED)]
+        return [
+            FileVerdict(
+                checkpoint.directory.manifest.relative_to(checkpoint.path).as_posix(),
+                False,
+                checkpoint.problem or NOT_COMMITTED,
+            )
+        ]
     entries = checkpoint.manifest.files
     named = {entry.path for entry in entries}
-    added = [FileVerdict(path, True, "not in the manifest") for path in scan(checkpoint.path) if path not in named]
+    added = [
+        FileVerdict(path, True, "not in the manifest") for path in scan(checkpoint.path) if path not in named
+    ]
     return verify_files(checkpoint.path, entries, crc32, workers, progress) + added
 
 
@@ -166,13 +190,18 @@ def resume_point(
 
 
 def explicit_point(
-    output_dir: str | os.PathLike[str], ordinal: int, path: str | os.PathLike[str], *, verify: bool = True, crc32: Crc32 = zlib.crc32
+    output_dir: str | os.PathLike[str],
+    ordinal: int,
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    crc32: Crc32 = zlib.crc32,
 ) -> ResumePoint:
     """The resume point for a path that the script gave, which is used as it is: only its step and its lineage are looked up.
 
     It continues the ordinal's lineage when it is that lineage's newest whole checkpoint.
     """
-    explicit = Path(os.path.abspath(path))  # noqa: PTH100 - keeps symbolic links
+    explicit = Path(os.path.abspath(path))
     checkpoint = Checkpoint.load(explicit)
     step = checkpoint.step if checkpoint.committed else global_step(explicit)
     kind = OURS if checkpoint.committed else STOCK
@@ -181,7 +210,9 @@ def explicit_point(
     if not same and verify and found is not None and kind == OURS:
         found = resume_point(output_dir, ordinal, verify=True, crc32=crc32)
         same = found is not None and _same(found.path, explicit)
-    return ResumePoint(explicit, -1 if step is None else step, kind, found.lineage if found and same else None)
+    return ResumePoint(
+        explicit, -1 if step is None else step, kind, found.lineage if found and same else None
+    )
 
 
 def last_step(output_dir: str | os.PathLike[str]) -> int | None:
@@ -228,7 +259,11 @@ class _Search:
         if checkpoint.problem == NOT_COMMITTED:
             problem, step, kind = stock_problem(path), global_step(path), STOCK
         else:
-            problem, step, kind = damage(checkpoint, verify=self.verify, crc32=self.crc32), checkpoint.step, OURS
+            problem, step, kind = (
+                damage(checkpoint, verify=self.verify, crc32=self.crc32),
+                checkpoint.step,
+                OURS,
+            )
         if problem or step is None:
             self.on_skip(path, problem or "tells no step")
             return None
@@ -236,12 +271,16 @@ class _Search:
 
     def _of_any_lineage(self) -> ResumePoint | None:
         """Without a record the lineage that committed last is the current one; of the same ordinal, since another is another model."""
-        manifests = [checkpoint.manifest for checkpoint in Catalog(self.root).checkpoints() if checkpoint.committed]
+        manifests = [
+            checkpoint.manifest for checkpoint in Catalog(self.root).checkpoints() if checkpoint.committed
+        ]
         own = [manifest for manifest in manifests if manifest and manifest.ordinal == self.ordinal]
         for lineage in _latest_first(own):
             checkpoint = self._newest(lineage)
             if checkpoint:
-                self.on_skip(self.root.run_record, f"tells no lineage: taking the one that committed last, {lineage}")
+                self.on_skip(
+                    self.root.run_record, f"tells no lineage: taking the one that committed last, {lineage}"
+                )
                 return ResumePoint(checkpoint.path, checkpoint.step, OURS, lineage)
         return None
 
@@ -261,7 +300,10 @@ class _Search:
     def _name_older(self, current: Lineage | None) -> None:
         for checkpoint in Catalog(self.root).checkpoints():
             if checkpoint.committed and not (current and _is_of(checkpoint, current.id)):
-                self.on_skip(checkpoint.path, "belongs to an earlier training; to go on from it, name it: resume_from_checkpoint=<path>")
+                self.on_skip(
+                    checkpoint.path,
+                    "belongs to an earlier training; to go on from it, name it: resume_from_checkpoint=<path>",
+                )
                 return
 
 

@@ -186,7 +186,9 @@ def abandon(checkpoint: CheckpointDir, attempt: str, save: int, reason: str) -> 
     if manifest and (manifest.attempt, manifest.save) == (attempt, save):
         return False
     checkpoint.prepare()
-    write_durably(checkpoint.abandoned, Abandonment(attempt=attempt, save=save, reason=reason[:MAX_REASON]).encode())
+    write_durably(
+        checkpoint.abandoned, Abandonment(attempt=attempt, save=save, reason=reason[:MAX_REASON]).encode()
+    )
     return True
 
 
@@ -266,7 +268,9 @@ def merge(votes: Iterable[Vote]) -> dict[str, FileEntry]:
     for vote in votes:
         for entry in vote.files:
             if entries.setdefault(entry.path, entry) != entry:
-                raise CommitAbandoned(f"ranks {owners[entry.path]} and {vote.rank} wrote different files to {entry.path}")
+                raise CommitAbandoned(
+                    f"ranks {owners[entry.path]} and {vote.rank} wrote different files to {entry.path}"
+                )
             owners.setdefault(entry.path, vote.rank)
     return entries
 
@@ -314,7 +318,9 @@ def _agreed(votes: Sequence[Vote]) -> Vote:
     """The first vote, once all agree with it about what is being saved."""
     if not votes:
         raise CommitAbandoned("nobody voted")
-    facts = {(vote.attempt, vote.save, vote.step, vote.world_size, vote.lineage, vote.ordinal) for vote in votes}
+    facts = {
+        (vote.attempt, vote.save, vote.step, vote.world_size, vote.lineage, vote.ordinal) for vote in votes
+    }
     if len(facts) > 1:
         raise CommitAbandoned("the ranks do not agree on what is being saved")
     for vote in votes:
@@ -332,7 +338,9 @@ def _published(checkpoint: CheckpointDir, vote: Vote) -> Manifest | None:
     except ManifestError as error:
         raise CommitAbandoned(f"there is another commit already: {error}") from None
     if (manifest.attempt, manifest.save) != (vote.attempt, vote.save):
-        raise CommitAbandoned(f"{checkpoint.path.name} is already committed, by save {manifest.save} of attempt {manifest.attempt}")
+        raise CommitAbandoned(
+            f"{checkpoint.path.name} is already committed, by save {manifest.save} of attempt {manifest.attempt}"
+        )
     return manifest
 
 
@@ -356,14 +364,23 @@ def _take_in(checkpoint: CheckpointDir, name: str, crc32: Crc32) -> dict[str, Fi
             return {}
         except EOFError:
             continue
-        if (before.st_ino, before.st_size, before.st_mtime_ns) == (after.st_ino, after.st_size, after.st_mtime_ns):
+        if (before.st_ino, before.st_size, before.st_mtime_ns) == (
+            after.st_ino,
+            after.st_size,
+            after.st_mtime_ns,
+        ):
             return {name: FileEntry(name, before.st_size, value)}
     raise CommitAbandoned(f"{name} is still being written")
 
 
 def _fsync_directories(checkpoint: CheckpointDir, paths: Iterable[str]) -> None:
     """Every directory that holds a file, up to the output directory: a name is durable when its directory is."""
-    inside = {parent for path in paths for parent in (checkpoint.path / path).parents if parent.is_relative_to(checkpoint.path)}
+    inside = {
+        parent
+        for path in paths
+        for parent in (checkpoint.path / path).parents
+        if parent.is_relative_to(checkpoint.path)
+    }
     above = {checkpoint.path, checkpoint.path.parent, checkpoint.path.parent.parent}
     for directory in sorted(inside | above, reverse=True):
         fsync_directory(directory)
@@ -414,7 +431,7 @@ def _move_aside(checkpoint: CheckpointDir, attempt: str, ending: str = "") -> Pa
         if os.path.lexists(target):
             continue
         try:
-            os.rename(checkpoint.path, target)  # noqa: PTH104
+            os.rename(checkpoint.path, target)
         except FileNotFoundError:
             return None
         except OSError as error:

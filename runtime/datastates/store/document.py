@@ -62,7 +62,10 @@ def decode(data: bytes, file: Path, version: int) -> Fields:
         raise ManifestError(file, "is empty")
     try:
         document = json.loads(
-            data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_bounded, parse_constant=_refuse_constant
+            data.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_int=_bounded,
+            parse_constant=_refuse_constant,
         )
     except RecursionError:
         raise ManifestError(file, "is nested too deeply") from None
@@ -73,7 +76,10 @@ def decode(data: bytes, file: Path, version: int) -> Fields:
     fields = Fields(document, file)
     found = fields.whole("version", low=1)
     if found > version:
-        raise ManifestError(file, f"was written by a newer version of ckpt-run (format {found}; this one reads up to {version})")
+        raise ManifestError(
+            file,
+            f"was written by a newer version of ckpt-run (format {found}; this one reads up to {version})",
+        )
     return fields
 
 

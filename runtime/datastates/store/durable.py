@@ -23,7 +23,7 @@ def write_durably(path: Path, data: bytes, mode: int = 0o666) -> None:
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         _write_new(temporary, data, mode)
-        os.replace(temporary, path)  # noqa: PTH105
+        os.replace(temporary, path)
     except BaseException:  # an interrupt leaves nothing behind either
         temporary.unlink(missing_ok=True)
         raise

@@ -37,7 +37,16 @@ from datastates.store.launches import LaunchRecord, note_output_dir
 from datastates.store.layout import Root
 from datastates.store.runrecord import Lineage, RunRecord
 
-__all__ = ["Event", "Journal", "LaunchRecord", "Lineage", "RunRecord", "events", "note_output_dir", "read_events"]
+__all__ = [
+    "Event",
+    "Journal",
+    "LaunchRecord",
+    "Lineage",
+    "RunRecord",
+    "events",
+    "note_output_dir",
+    "read_events",
+]
 
 ROTATE_BYTES = 16 << 20
 """A journal larger than this gives way to a new one when it is opened; one old one is kept."""

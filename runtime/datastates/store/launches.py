@@ -44,11 +44,15 @@ class LaunchRecord:
     @classmethod
     def begin(cls, run_id: str, command: Sequence[str], output_dir: str | None = None) -> LaunchRecord:
         """A launch from the current directory, now."""
-        return cls(run_id=run_id, cwd=os.getcwd(), command=tuple(command), started=time.time(), output_dir=output_dir)  # noqa: PTH109
+        return cls(
+            run_id=run_id, cwd=os.getcwd(), command=tuple(command), started=time.time(), output_dir=output_dir
+        )
 
     def over(self, exit_code: int) -> LaunchRecord:
         """The same after the command ended for good."""
-        return replace(self, ended=time.time(), exit_code=exit_code, state="failed" if exit_code else "finished")
+        return replace(
+            self, ended=time.time(), exit_code=exit_code, state="failed" if exit_code else "finished"
+        )
 
     def write(self) -> Path | None:
         """Remember this launch as the last of its command and directory; None when there is no place for it."""
@@ -95,17 +99,17 @@ def note_output_dir(run_id: str, path: str | os.PathLike[str]) -> Path | None:
     if home is None or not IDENTIFIER.fullmatch(run_id):
         return None
     note = _note(home, run_id)
-    body = {"version": LAUNCH_VERSION, "output_dir": os.path.abspath(path)}  # noqa: PTH100 - keeps symbolic links
+    body = {"version": LAUNCH_VERSION, "output_dir": os.path.abspath(path)}
     return note if _write(note, json.dumps(body).encode("ascii") + b"\n") else None
 
 
 def state_home() -> Path | None:
     """Where the records lie; None without a home. The directory need not exist."""
     configured = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(configured):  # noqa: PTH117 - the specification ignores relative ones
+    if os.path.isabs(configured):
         return Path(configured) / "ckpt-run"
-    home = os.path.expanduser("~")  # noqa: PTH111 - Path.home raises without one
-    return Path(home) / ".local/state/ckpt-run" if os.path.isabs(home) else None  # noqa: PTH117
+    home = os.path.expanduser("~")
+    return Path(home) / ".local/state/ckpt-run" if os.path.isabs(home) else None
 
 
 def _key(cwd: str, command: Sequence[str]) -> str:

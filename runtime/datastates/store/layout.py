@@ -84,7 +84,7 @@ class CheckpointDir:
         Raises:
             ValueError: the path is not inside the checkpoint.
         """
-        return Path(os.path.abspath(path)).relative_to(os.path.abspath(self.path)).as_posix()  # noqa: PTH100 - keeps symbolic links
+        return Path(os.path.abspath(path)).relative_to(os.path.abspath(self.path)).as_posix()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Root:
     @classmethod
     def of(cls, output_dir: str | os.PathLike[str]) -> Root:
         """The root of an output directory, with an absolute path."""
-        return cls(Path(os.path.abspath(output_dir)) / CHECKPOINT_ROOT)  # noqa: PTH100 - keeps symbolic links
+        return cls(Path(os.path.abspath(output_dir)) / CHECKPOINT_ROOT)
 
     @property
     def aside(self) -> Path:

@@ -73,7 +73,9 @@ class Vote:
     error: str | None = None
 
     def encode(self) -> bytes:
-        return seal({**_header(self), "error": self.error, "files": [entry.to_json() for entry in self.files]})
+        return seal(
+            {**_header(self), "error": self.error, "files": [entry.to_json() for entry in self.files]}
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,13 @@ class Abandonment:
 
     def encode(self) -> bytes:
         return seal(
-            {"version": FORMAT_VERSION, "attempt": self.attempt, "save": self.save, "created": self.created, "reason": self.reason}
+            {
+                "version": FORMAT_VERSION,
+                "attempt": self.attempt,
+                "save": self.save,
+                "created": self.created,
+                "reason": self.reason,
+            }
         )
 
 
@@ -212,7 +220,12 @@ def path_problem(path: str) -> str | None:
         return "is absolute"
     if b".." in names:
         return "leads out of the checkpoint"
-    if b"" in names or b"." in names or b"\0" in path.encode("utf-8", "surrogateescape") or max(map(len, names)) > _MAX_NAME:
+    if (
+        b"" in names
+        or b"." in names
+        or b"\0" in path.encode("utf-8", "surrogateescape")
+        or max(map(len, names)) > _MAX_NAME
+    ):
         return "is not a file name"
     if names[0] == PRIVATE.encode():
         return f"lies in {PRIVATE}"

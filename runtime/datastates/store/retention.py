@@ -11,7 +11,11 @@ from datastates.store.commit import delete
 
 
 def expendable(
-    checkpoints: Sequence[Checkpoint], limit: int | None, best: str | os.PathLike[str] | None = None, *, lineage: str
+    checkpoints: Sequence[Checkpoint],
+    limit: int | None,
+    best: str | os.PathLike[str] | None = None,
+    *,
+    lineage: str,
 ) -> list[Checkpoint]:
     """The committed checkpoints of ``lineage`` that ``limit`` does not allow, oldest first.
 
@@ -23,7 +27,9 @@ def expendable(
     """
     if limit is None or limit <= 0:
         return []
-    counted = [item for item in checkpoints if item.committed and item.manifest and item.manifest.lineage == lineage]
+    counted = [
+        item for item in checkpoints if item.committed and item.manifest and item.manifest.lineage == lineage
+    ]
     counted.sort(key=lambda item: item.step)
     protected = [item for item in counted if item is counted[-1] or _is_best(item, best)]
     others = [item for item in counted if item not in protected]

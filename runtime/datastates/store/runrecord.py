@@ -62,7 +62,16 @@ class RunRecord:
     pid_started: int | None = None
 
     @classmethod
-    def here(cls, *, run_id: str, attempt: str, output_dir: str, world_size: int = 1, step: int = 0, max_steps: int = 0) -> RunRecord:
+    def here(
+        cls,
+        *,
+        run_id: str,
+        attempt: str,
+        output_dir: str,
+        world_size: int = 1,
+        step: int = 0,
+        max_steps: int = 0,
+    ) -> RunRecord:
         """A record of this process, running, without lineages."""
         now = time.time()
         return cls(
@@ -72,7 +81,7 @@ class RunRecord:
             pid=os.getpid(),
             pid_started=process_started(os.getpid()),
             command=tuple(sys.orig_argv),
-            cwd=os.getcwd(),  # noqa: PTH109
+            cwd=os.getcwd(),
             world_size=world_size,
             started=now,
             updated=now,
@@ -116,7 +125,9 @@ class RunRecord:
             "output_dir": self.output_dir,
             "started": self.started,
             "updated": self.updated,
-            "lineages": {str(ordinal): _encode_lineage(lineage) for ordinal, lineage in sorted(self.lineages.items())},
+            "lineages": {
+                str(ordinal): _encode_lineage(lineage) for ordinal, lineage in sorted(self.lineages.items())
+            },
         }
         return json.dumps(body, indent=1).encode("ascii") + b"\n"
 
@@ -160,7 +171,10 @@ def parse_run_record(data: bytes, file: Path) -> RunRecord:
         step=fields.whole("step"),
         max_steps=fields.whole("max_steps"),
         output_dir=fields.text("output_dir"),
-        lineages={_parse_ordinal(name, file): _parse_lineage(item) for name, item in fields.mapping("lineages").items()},
+        lineages={
+            _parse_ordinal(name, file): _parse_lineage(item)
+            for name, item in fields.mapping("lineages").items()
+        },
     )
 
 

@@ -68,7 +68,11 @@ def summarize(root: Root) -> RunSummary:
     events = _of_run(read_events(root), record)
     checkpoints = Catalog(root).checkpoints()
     committed = [checkpoint for checkpoint in checkpoints if checkpoint.committed]
-    damaged = [f"{item.path.name}: {item.problem}" for item in checkpoints if not item.committed and item.directory.manifest.exists()]
+    damaged = [
+        f"{item.path.name}: {item.problem}"
+        for item in checkpoints
+        if not item.committed and item.directory.manifest.exists()
+    ]
     stalls = _stalls(events)
     commits = [event.number("seconds") for event in events if event.kind == "commit"]
     return RunSummary(
@@ -120,7 +124,11 @@ def _state(record: RunRecord | None) -> str:
 def _step(record: RunRecord | None, events: list[Event]) -> int | None:
     """The highest step of the last attempt."""
     last = events[-1].attempt if events else ""
-    steps = [event.whole("step") for event in events if event.attempt == last and event.kind in ("save", "commit", "finish", "resume")]
+    steps = [
+        event.whole("step")
+        for event in events
+        if event.attempt == last and event.kind in ("save", "commit", "finish", "resume")
+    ]
     if record:
         steps.append(record.step)
     return max(steps, default=None)
@@ -174,7 +182,9 @@ def _world_size(record: RunRecord | None, events: list[Event]) -> int:
 
 
 def _last_error(events: list[Event]) -> str | None:
-    texts = [event.text("text") or event.text("reason") for event in events if event.kind in ("error", "abandon")]
+    texts = [
+        event.text("text") or event.text("reason") for event in events if event.kind in ("error", "abandon")
+    ]
     return texts[-1] if texts else None
 
 
@@ -192,4 +202,3 @@ def _checkpoint_json(checkpoint: Checkpoint) -> dict[str, object]:
         "created": manifest.created if manifest else None,
         "world_size": manifest.world_size if manifest else None,
     }
-

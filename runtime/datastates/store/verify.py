@@ -73,7 +73,9 @@ def verify_files(
             reads = {entry.path: _start(pool, directory, entry, crc32) for entry in readable}
             _follow([part for parts in reads.values() for part in parts], progress)
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt, or the caller's progress raised: read no further
+            pool.shutdown(
+                wait=False, cancel_futures=True
+            )  # an interrupt, or the caller's progress raised: read no further
             raise
     for entry in readable:
         problem = _content_problem(entry, reads[entry.path])
