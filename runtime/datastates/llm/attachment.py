@@ -99,13 +99,13 @@ class Attachment:
         return os.path.join(type(self._trainer)._get_output_dir(self._trainer, trial), CHECKPOINT_ROOT)
 
     def _get_output_dir(self, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-        if self._session is not None and self._session.active:
+        if self._session is not None and self._session.running:
             return self._session.root
         return os.path.join(original(*args, **kwargs), CHECKPOINT_ROOT)
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         session = self._session
-        if session is None or not session.active:
+        if session is None or not session.running:
             original(*args, **kwargs)
             return
         session.save(lambda: original(*args, **kwargs))
@@ -127,6 +127,8 @@ class Attachment:
         if not names or self._session is None:
             return original(args, *rest, **kwargs)
         self._session.wait_for_readers(f"{', '.join(names)} may read it in on_save")
+        if self._session.newest_is_missing:
+            return _nothing_was_saved(*rest, **kwargs)
         with _output_dir(args, self._session.root):
             return original(args, *rest, **kwargs)
 
@@ -150,6 +152,12 @@ class Attachment:
             return original(*args, **kwargs)
 
         return around
+
+
+def _nothing_was_saved(state: Any, control: Any) -> Any:
+    """Instead of ``on_save``: a callback that reads the checkpoint would fail, and the training with it."""
+    control.should_save = False
+    return control
 
 
 @contextmanager

@@ -44,3 +44,12 @@ def tell(ranks: Ranks, value: Any, device: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0, device=device if dist.get_backend() == "nccl" else None)
     return box[0]
+
+
+def first(ranks: Ranks, value: str) -> str:
+    """The first ``value`` of any rank that is not empty, "" when all are. Main thread only."""
+    if ranks.alone:
+        return value
+    values: list[str] = [""] * ranks.size
+    dist.all_gather_object(values, value)
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(values) if text), "")

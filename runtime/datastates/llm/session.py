@@ -14,11 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from datastates.engine import Engine, PendingFile
 from datastates.formats import intercept
-from datastates.llm import host_cache, log, ranks, resume, space
+from datastates.llm import host_cache, log, meetings, ranks, resume, space
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
 from datastates.llm.save import Save
@@ -65,7 +63,13 @@ class Session:
         self._engine: Engine | None = None
         self._space_told = False
         self._readers_told: set[str] = set()
-        self.active = not plan.trouble and self._open()
+        self._refused = False
+        self._newest: Save | None = None
+        self.running = True
+        trouble = ranks.first(place, plan.trouble or self._open())
+        self.active = not trouble
+        if trouble:
+            self._leave_it_to_trainer(trouble)
 
     # -- the start ------------------------------------------------------------------------------------------------------
 
@@ -82,22 +86,16 @@ class Session:
         plan = ranks.tell(place, plan, trainer.args.device)
         if isinstance(plan, resume.NothingToResumeError):
             raise plan
-        if plan.trouble and place.rank == 0:
-            logger.error(
-                "%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, plan.trouble
-            )
         return cls(trainer, settings, place, plan)
 
-    def _open(self) -> bool:
+    def _open(self) -> str:
+        """Get ready to save; why that cannot be, "" when it can."""
         root = layout.Root(Path(self.root))
         try:
             self._engine = host_cache.engine(self._settings, self._ranks)
             self._journal = Journal(root, self._ranks.rank, self._plan.run_id, self._plan.attempt)
         except OSError as error:
-            logger.error(
-                "%s is off for this training, which goes on without checkpoints: %s", log.PREFIX, error
-            )
-            return False
+            return str(error)
         intercept.install()
         self._journal.event(
             "hooked",
@@ -114,7 +112,13 @@ class Session:
             max_steps=self._trainer.args.max_steps,
         )
         self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
-        return True
+        return ""
+
+    def _leave_it_to_trainer(self, trouble: str) -> None:
+        """We cannot save, on some rank: then none of us does, and Trainer writes its own checkpoints where it always did."""
+        self.root = str(Path(self.root).parent)
+        if self._ranks.rank == 0:
+            logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, trouble)
 
     @property
     def resumed_at_the_end(self) -> bool:
@@ -127,6 +131,9 @@ class Session:
     def save(self, original: Callable[[], None]) -> None:
         """Run the original ``_save_checkpoint`` inside the scope and hand what it wrote to the engine."""
         step = self._trainer.state.global_step
+        if not self.active:
+            self._save_by_trainer(step, original)
+            return
         if step in self._steps:
             self._note_best_model()
             return
@@ -134,7 +141,8 @@ class Session:
         FENCE.wait()
         self._steps.add(step)
         self._number += 1
-        save = self._run_scope(step, self._number, original)
+        save = self._newest = self._run_scope(step, self._number, original)
+        self._refused = save is None
         if save is not None:
             save.start()
             self._in_flight = [*(other for other in self._in_flight if other.outcome is None), save]
@@ -143,14 +151,28 @@ class Session:
             )
         self._run_after_scope()
 
+    def _save_by_trainer(self, step: int, original: Callable[[], None]) -> None:
+        try:
+            with meetings.kept(self._trainer):
+                original()
+        except Exception as error:
+            if not _is_writing_trouble(error):
+                raise
+            logger.error(
+                "%s checkpoint-%d was not saved, training goes on: %s: %s",
+                log.PREFIX,
+                step,
+                type(error).__name__,
+                error,
+            )
+
     def _run_scope(self, step: int, number: int, original: Callable[[], None]) -> Save | None:
         directory = layout.Root(Path(self.root)).checkpoint(step)
         scope = SaveScope(directory.path, self._still())
         try:
-            self._clear_the_way(directory)
-            directory.prepare()
-            with self._scope(scope):
+            with self._scope(scope, directory):
                 original()
+            directory.prepare()
             pending = [
                 PendingFile(
                     image, str(directory.temporary(f"{self._plan.attempt}-r{self._ranks.rank}", n)), path
@@ -187,17 +209,17 @@ class Session:
         )
 
     @contextmanager
-    def _scope(self, scope: SaveScope) -> Iterator[None]:
-        """The writers' hand-over; and, should this rank fail half-way, the barrier that the others already wait at."""
+    def _scope(self, scope: SaveScope, directory: layout.CheckpointDir) -> Iterator[None]:
+        """The writers' hand-over. The directory is ours from the moment on when all ranks have met."""
         self.in_scope = True
-        barriers = _BarrierCount()
+        trouble = self._clear_the_way(directory)
         try:
-            with intercept.sink(scope), barriers:
+            with intercept.sink(scope), meetings.kept(self._trainer, after_first=directory.prepare):
+                if trouble:
+                    raise trouble
+                if self._searching:
+                    directory.prepare()
                 yield
-        except Exception:
-            if self._ranks.size > 1 and self._trainer.state.best_global_step and barriers.count == 0:
-                dist.barrier()
-            raise
         finally:
             self.in_scope = False
 
@@ -208,17 +230,29 @@ class Session:
             logger.exception("%s cannot tell what holds still: everything is copied at once", log.PREFIX)
             return {}
 
-    def _clear_the_way(self, directory: layout.CheckpointDir) -> None:
+    @property
+    def _searching(self) -> bool:
+        return self._trainer.hp_search_backend is not None
+
+    def _clear_the_way(self, directory: layout.CheckpointDir) -> OSError | None:
         """Another lineage's checkpoint of this step, or a damaged one, is moved aside; the other ranks write only after that.
 
         They wait in ``store_flos``, the first thing that ``_save_checkpoint`` does, except in a hyperparameter search.
         """
+        trouble = None
+        try:
+            self._move_aside(directory)
+        except OSError as error:
+            trouble = error
+        if self._searching:
+            ranks.meet(self._ranks)
+        return trouble
+
+    def _move_aside(self, directory: layout.CheckpointDir) -> None:
         # Trainer marks a save on a signal that is not complete yet. Here the manifest tells, and it will name every file it finds.
         (directory.path / INCOMPLETE).unlink(missing_ok=True)
         if self._committer.commits and directory.path.exists() and any(directory.path.iterdir()):
             commit.set_aside(directory, self._plan.attempt)
-        if self._trainer.hp_search_backend is not None:
-            ranks.meet(self._ranks)
 
     def _note_best_model(self) -> None:
         """What ``_save_checkpoint`` would have noted for a step that is already there."""
@@ -249,16 +283,26 @@ class Session:
 
     def _run_after_scope(self) -> None:
         actions, self._after_scope = self._after_scope, []
+        if self._refused:
+            return
         for action, why in actions:
             self.wait_for_readers(why)
             action()
 
     def wait_for_readers(self, why: str) -> None:
         """Somebody is about to read checkpoints: wait until all that was saved is committed or given up. Says why, once."""
-        if why not in self._readers_told and self._committer.commits and self._in_flight:
+        if why not in self._readers_told and self._in_flight and self._committer.commits:
             self._readers_told.add(why)
             logger.info("%s waiting for each checkpoint to be complete, because %s", log.PREFIX, why)
         self._wait(self._settings.commit_timeout, "reader")
+
+    @property
+    def newest_is_missing(self) -> bool:
+        """Whether the last save came to nothing, as far as is known now."""
+        newest = self._newest
+        return self._refused or (
+            newest is not None and newest.outcome is not None and not newest.outcome.committed
+        )
 
     def wait_for_all(self) -> None:
         """The end of training: wait for what is in flight, within ``exit_timeout``; say so when that takes long."""
@@ -311,31 +355,13 @@ class Session:
 
     def end(self, error: BaseException | None) -> None:
         """``train()`` has returned, or raised ``error``: wait for what is in flight and leave the marker."""
+        self.running = False
         if not self.active:
             return
         self.wait_for_all()
         self.active = False
         self._committer.end(error)
         self._journal.close()
-
-
-class _BarrierCount:
-    """Counts this process's calls of ``torch.distributed.barrier`` while it is entered."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __enter__(self) -> None:
-        self._barrier = dist.barrier
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self._barrier(*args, **kwargs)
-
-        dist.barrier = counted
-
-    def __exit__(self, *exception: object) -> None:
-        dist.barrier = self._barrier
 
 
 def _is_writing_trouble(error: Exception) -> bool:
