@@ -6,7 +6,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
-#include <arm_acle.h>
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -71,11 +70,11 @@ constexpr std::array<uint32_t, 32> MakePowers() {
 
 constexpr auto kPowers = MakePowers();
 
-// x^exponent modulo the polynomial.
-constexpr uint32_t PowerOfX(uint64_t exponent) {
+// x^(8 * bytes) modulo the polynomial, reduced as it goes so that no size overflows.
+constexpr uint32_t PowerOfBytes(uint64_t bytes) {
   uint32_t power = 1u << 31;
-  for (size_t n = 0; exponent != 0; exponent >>= 1, n = (n + 1) & 31) {
-    if (exponent & 1) power = MultiplyModulo(kPowers[n], power);
+  for (size_t n = 3; bytes != 0; bytes >>= 1, n = (n + 1) & 31) {
+    if (bytes & 1) power = MultiplyModulo(kPowers[n], power);
   }
   return power;
 }
@@ -85,8 +84,8 @@ constexpr uint32_t PowerOfX(uint64_t exponent) {
 // "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ Instruction" (Gopal and others, Intel, 2009):
 // a 128-bit register is moved n bits ahead by multiplying its halves with x^(n+32) and x^(n-32); the product
 // of two reflected numbers is one bit short, hence the shift by one in the constants.
-constexpr int64_t FoldConstant(uint64_t exponent) {
-  return static_cast<int64_t>(uint64_t{PowerOfX(exponent)} << 1);
+constexpr int64_t FoldConstant(uint64_t bits) {
+  return static_cast<int64_t>(uint64_t{PowerOfBytes(bits / 8)} << 1);
 }
 
 __attribute__((target("pclmul,sse4.1"))) inline __m128i Fold(__m128i value, __m128i constants, __m128i next) {
@@ -119,13 +118,25 @@ __attribute__((target("pclmul,sse4.1"))) uint32_t RawFolding(uint32_t state, con
 
 #elif defined(__aarch64__)
 
-__attribute__((target("+crc"))) uint32_t RawInstruction(uint32_t state, const uint8_t* data, size_t size) {
+// Spelled out, since the intrinsics want the extension for the whole file, or a header that differs between
+// compilers.
+inline uint32_t StepWord(uint32_t state, uint64_t word) {
+  asm(".arch_extension crc\n\tcrc32x %w0, %w0, %x1" : "+r"(state) : "r"(word));
+  return state;
+}
+
+inline uint32_t StepByte(uint32_t state, uint32_t byte) {
+  asm(".arch_extension crc\n\tcrc32b %w0, %w0, %w1" : "+r"(state) : "r"(byte));
+  return state;
+}
+
+uint32_t RawInstruction(uint32_t state, const uint8_t* data, size_t size) {
   for (; size >= 8; size -= 8, data += 8) {
     uint64_t word;
     std::memcpy(&word, data, 8);
-    state = __crc32d(state, word);
+    state = StepWord(state, word);
   }
-  for (; size > 0; --size) state = __crc32b(state, *data++);
+  for (; size > 0; --size) state = StepByte(state, *data++);
   return state;
 }
 
@@ -161,12 +172,7 @@ uint32_t Crc32Portable(uint32_t crc, const void* data, size_t size) {
 }
 
 uint32_t Crc32Combine(uint32_t crc_a, uint32_t crc_b, uint64_t size_b) {
-  // 8 * size_b would overflow for absurd sizes only; the exponent of x^8 is applied to size_b instead.
-  uint32_t power = 1u << 31;
-  for (size_t n = 3; size_b != 0; size_b >>= 1, n = (n + 1) & 31) {
-    if (size_b & 1) power = MultiplyModulo(kPowers[n], power);
-  }
-  return MultiplyModulo(power, crc_a) ^ crc_b;
+  return MultiplyModulo(PowerOfBytes(size_b), crc_a) ^ crc_b;
 }
 
 const char* Crc32Path() { return kPath.name; }

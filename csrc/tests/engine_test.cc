@@ -126,28 +126,24 @@ TEST(ALaterSaveIsWrittenAfterAnEarlierOne) {
 }
 
 TEST(EveryFaultOfTheDiskFailsTheSaveAlone) {
+  const auto check = [](bool ring, FaultEnv::Fault fault, const std::string& operation) {
+    FaultEnv env;
+    env.use_ring = ring;
+    env.SetFault(std::move(fault));
+    const Status status = FailedSave(&env);
+    CHECK(status.operation() == operation);
+    CHECK(status.error() == EIO);
+    CHECK(!status.path().empty());
+  };
   for (const bool ring : {true, false}) {
-    const std::string write = ring ? "ringresult" : "pwrite";
-    for (const auto& [call, nth, operation] :
-         std::vector<std::tuple<std::string, int, std::string>>{{"create", 1, "open"},
-                                                                {"create", 2, "open"},
-                                                                {write, 1, "write"},
-                                                                {write, 5, "write"},
-                                                                {write, 20, "write"},
-                                                                {"truncate", 1, "truncate"},
-                                                                {"datasync", 1, "fdatasync"},
-                                                                {"datasync", 2, "fdatasync"},
-                                                                {"rename", 1, "rename"},
-                                                                {"rename", 2, "rename"},
-                                                                {"syncdir", 1, "fsync"}}) {
-      FaultEnv env;
-      env.use_ring = ring;
-      env.SetFault(At(call, nth, -EIO));
-      const Status status = FailedSave(&env);
-      CHECK(status.operation() == operation);
-      CHECK(status.error() == EIO);
-      CHECK(!status.path().empty());
+    for (const int nth : {1, 5, 20}) check(ring, AtWrite(nth, -EIO), "write");
+    for (const int nth : {1, 2}) {
+      check(ring, At("create", nth, -EIO), "open");
+      check(ring, At("datasync", nth, -EIO), "fdatasync");
+      check(ring, At("rename", nth, -EIO), "rename");
     }
+    check(ring, At("syncdir", 1, -EIO), "fsync");
+    if (DirectWorks()) check(ring, At("truncate", 1, -EIO), "truncate");
   }
 }
 
@@ -182,8 +178,18 @@ class HoldingEnv : public FaultEnv {
   std::atomic<bool> hold{true};
 };
 
+// Where the kernel forbids it, memory that goes away cannot be survived.
+bool ReadMemoryWorks() {
+  char from = 1;
+  char to = 0;
+  const iovec source{&from, 1};
+  const iovec target{&to, 1};
+  return Env::Default()->ReadMemory(&target, 1, &source, 1) == 1;
+}
+
 TEST(MemoryThatChangesOrGoesAwayFailsTheSaveAndIsNamed) {
   for (const bool unmap : {false, true}) {
+    if (unmap && !ReadMemoryWorks()) continue;
     HoldingEnv env;
     const Directory directory;
     const TestEngine engine(&env, 2, 64 << 10, 1);

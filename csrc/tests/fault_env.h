@@ -111,4 +111,11 @@ inline FaultEnv::Fault At(std::string name, int nth, int error, bool from_then_o
   };
 }
 
+// The same for writes, whichever way they are made here: a machine may have no io_uring.
+inline FaultEnv::Fault AtWrite(int nth, int error, bool from_then_on = true) {
+  return [at = At("write", nth, error, from_then_on)](const std::string& call) mutable {
+    return call == "ringresult" || call == "pwrite" ? at("write") : 0;
+  };
+}
+
 }  // namespace ckpt::test

@@ -79,9 +79,9 @@ TEST(AShortWriteThatEndsOffThePageIsContinuedAtThePage) {
 
 TEST(InterruptedWritesAreTriedAgain) {
   FaultEnv env;
-  env.SetFault(At("ringresult", 2, -EINTR, false));
+  env.SetFault(AtWrite(2, -EINTR, false));
   CheckWrites(&env, IoMode::kAuto);
-  env.SetFault(At("ringresult", 2, -EAGAIN, false));
+  env.SetFault(AtWrite(2, -EAGAIN, false));
   CheckWrites(&env, IoMode::kAuto);
 }
 
@@ -92,6 +92,7 @@ TEST(WhereTheFileSystemRefusesDirectWritesThePageCacheIsUsed) {
 }
 
 TEST(WhereOnlyTheFirstWriteTellsThePageCacheIsUsedAsWell) {
+  if (!DirectWorks()) return;
   FaultEnv env;
   env.SetFault([direct = true](const std::string& call) mutable {
     if (call == "buffered") direct = false;
@@ -116,7 +117,7 @@ TEST(DirectMeansDirect) {
 
 TEST(AFullDiskIsAnErrorThatNamesTheFile) {
   FaultEnv env;
-  env.SetFault(At("ringresult", 2, -ENOSPC));
+  env.SetFault(AtWrite(2, -ENOSPC));
   const Status status = Failure(&env);
   CHECK(status.operation() == "write");
   CHECK(status.error() == ENOSPC);

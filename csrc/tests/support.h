@@ -37,6 +37,16 @@ class Directory {
   std::string path_;
 };
 
+// Whether files in the tests' directories can be written past the page cache.
+inline bool DirectWorks() {
+  const Directory directory;
+  const int fd = Env::Default()->Create(directory / "probe");
+  CHECK(fd >= 0);
+  const bool works = Env::Default()->SetDirect(fd, true) >= 0;
+  Env::Default()->Close(fd);
+  return works;
+}
+
 inline std::string ReadAll(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   CHECK(file.good());
