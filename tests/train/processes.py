@@ -56,6 +56,10 @@ class Training:
             process.start()
             self._processes.append(process)
 
+    @property
+    def pids(self) -> list[int]:
+        return [int(process.pid or 0) for process in self._processes]
+
     def output(self, rank: int = 0) -> str:
         return f"{self.job.log}-rank{rank}.out"
 

@@ -60,7 +60,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[int, flo
 
 
 def die(ours: Job, fault: dict[str, Any]) -> None:
-    assert Training(replace(ours, fault={"do": "kill", **fault})).join() == [-9]
+    assert Training(replace(ours, faults=[{"do": "kill", **fault}])).join() == [-9]
 
 
 def resume(output_dir: Path, undisturbed: tuple[dict[int, float], dict[str, Any]]) -> list[int]:

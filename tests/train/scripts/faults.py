@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
@@ -12,20 +13,28 @@ from typing import Any
 
 
 def install(
-    at: str, do: str, *, when: str = "before", nth: int = 1, rank: int | None = None, seconds: float = 0.0
+    at: str,
+    do: str,
+    *,
+    when: str = "before",
+    nth: int = 1,
+    times: int = 10**9,
+    rank: int | None = None,
+    amount: float = 0.0,
 ) -> None:
-    """Let ``do`` happen at the ``nth`` call of ``at``, and at each later one.
+    """Let ``do`` happen at ``times`` calls of ``at``, the first of them the ``nth``.
 
     Args:
         at: ``module:function`` or ``module:Class.method``.
-        do: ``kill`` (SIGKILL to this process), ``EIO`` or another name of an errno (raise that OSError), ``sleep`` (for ``seconds``).
+        do: ``kill``: SIGKILL to this process. ``sleep``: for ``amount`` seconds. ``limit``: no file of this process may become longer than
+            ``amount`` bytes until ``unlimit``. Anything else is the name of an errno: that OSError is raised.
         when: ``before`` or ``after`` the call.
         rank: only in the process of this rank.
     """
     if rank is not None and rank != int(os.environ.get("RANK", "0")):
         return
     module, _, path = at.partition(":")
-    owner = importlib.import_module(module)
+    owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
@@ -35,21 +44,26 @@ def install(
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls >= nth and when == "before":
-            happen(do, seconds)
+        now = nth <= calls < nth + times
+        if now and when == "before":
+            happen(do, amount)
         result = original(*args, **kwargs)
-        if calls >= nth and when == "after":
-            happen(do, seconds)
+        if now and when == "after":
+            happen(do, amount)
         return result
 
     setattr(owner, name, faulty)
 
 
-def happen(do: str, seconds: float) -> None:
+def happen(do: str, amount: float) -> None:
     if do == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif do == "sleep":
-        time.sleep(seconds)
+        time.sleep(amount)
+    elif do == "limit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(amount), resource.RLIM_INFINITY))
+    elif do == "unlimit":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     else:
         number = getattr(errno, do)
         raise OSError(number, os.strerror(number))

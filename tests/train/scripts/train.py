@@ -20,6 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import faults  # noqa: E402
 import tiny  # noqa: E402
+import torch  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 
@@ -28,7 +29,7 @@ class Job:
     """What to train; every field has a JSON form.
 
     ``orderly``: before each step with an even number everything saved so far has its outcome, so that it is known what is on disk when.
-    ``rows``: of data. ``pause``: seconds that each step takes longer, so that a kill finds something to hit. ``fault``: see :func:`faults.install`.
+    ``rows``: of data. ``pause``: seconds that each step takes longer, so that a kill finds something to hit. ``faults``: see :func:`faults.install`.
     """
 
     output_dir: str
@@ -41,7 +42,7 @@ class Job:
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    fault: dict[str, Any] | None = None
+    faults: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Log(TrainerCallback):
@@ -54,6 +55,10 @@ class Log(TrainerCallback):
 
     def write(self, **fields: Any) -> None:
         self.stream.write(json.dumps(fields) + "\n")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index:  # or else all ranks draw the same numbers, and a mix-up would not show
+            torch.manual_seed(args.process_index)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         time.sleep(self.pause)
@@ -89,8 +94,8 @@ def main(job: Job) -> None:
 
         engine = DecoratedCheckpointing({"trainer": trainer, **job.settings}, -1)
         log.settle = engine.wait if job.orderly else None
-    if job.fault:
-        faults.install(**job.fault)
+    for fault in job.faults:
+        faults.install(**fault)
     trainer.train(resume_from_checkpoint=job.resume if job.decorated else None)
     log.write(weights=fingerprint(trainer), step=trainer.state.global_step)
 
