@@ -64,6 +64,7 @@ void FileWriter::Issue(size_t slot) {
   const char* data = write.data + write.done;
   const size_t size = write.size - write.done;
   const uint64_t offset = write.offset + write.done;
+  write.direct = direct_;
   write.in_ring = background() && !write.avoid_ring && ring_->Write(fd_, data, size, offset, slot) == 0;
   if (write.in_ring) return;
   const int64_t result = env_->Pwrite(fd_, data, size, offset);
@@ -113,7 +114,7 @@ bool FileWriter::Settle(Write& write, int64_t result, Status* status) {
     *status = Error("write", result);
     return true;
   }
-  if (write.avoid_ring && direct_) ring_refused_ = true;  // it was the ring that did not take this write
+  if (write.avoid_ring && write.direct) ring_refused_ = true;  // it was the ring that did not take this write
   size_t done = write.done + static_cast<size_t>(result);
   if (done >= write.size) return true;
   if (direct_) done = done / kPage * kPage;  // the rest must begin at an aligned offset again
@@ -129,7 +130,9 @@ bool FileWriter::StepDown(Write& write) {
     write.avoid_ring = true;
     return true;
   }
-  if (!direct_ || mode_ == IoMode::kDirect || env_->SetDirect(fd_, false) < 0) return false;
+  if (!write.direct || mode_ == IoMode::kDirect) return false;
+  // Another write may have taken this step while this one was under way.
+  if (direct_ && env_->SetDirect(fd_, false) < 0) return false;
   direct_ = false;
   return true;
 }

@@ -59,6 +59,7 @@ class FileWriter {
     size_t done = 0;
     int stalls = 0;
     bool busy = false;
+    bool direct = false;  // how it was issued last, like the next one
     bool in_ring = false;
     bool avoid_ring = false;
   };

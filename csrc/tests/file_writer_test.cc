@@ -91,14 +91,17 @@ TEST(WhereTheFileSystemRefusesDirectWritesThePageCacheIsUsed) {
   CheckWrites(&env, IoMode::kAuto);
 }
 
-TEST(WhereOnlyTheFirstWriteTellsThePageCacheIsUsedAsWell) {
+TEST(WhereOnlyTheFirstWritesTellThePageCacheIsUsedAsWell) {
   if (!DirectWorks()) return;
-  FaultEnv env;
-  env.SetFault([direct = true](const std::string& call) mutable {
-    if (call == "buffered") direct = false;
-    return direct && (call == "ringresult" || call == "pwrite") ? -EINVAL : 0;
-  });
-  CheckWrites(&env, IoMode::kAuto);
+  for (const bool ring : {true, false}) {
+    FaultEnv env;
+    env.use_ring = ring;
+    env.SetFault([direct = true](const std::string& call) mutable {
+      if (call == "buffered") direct = false;
+      return direct && (call == "ringresult" || call == "pwrite") ? -EINVAL : 0;
+    });
+    CheckWrites(&env, IoMode::kAuto);
+  }
 }
 
 TEST(ARingThatTakesNoWritesIsDoneWithout) {

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import random
+import subprocess
+import sys
 import time
 import zlib
 from collections.abc import Callable
@@ -107,3 +110,31 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never became true"
         time.sleep(0.001)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def native_threads() -> list[Path]:
+    """The directories in /proc of the engines' threads in this process."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        try:
+            ours = (thread / "comm").read_text().startswith("ckpt-run-")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # it has just ended
+        if ours:
+            found.append(thread)
+    return found
+
+
+def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a process of its own, where everything of this module is at hand."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", "from engine_support import *\n" + script, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)

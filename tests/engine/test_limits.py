@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from datastates.engine import Engine, memory, memory_available, memory_limit
-from engine_support import BLOCK, memory_image, random_bytes, save, wait_until
+from engine_support import BLOCK, run
 
 GIB = 1 << 30
 
@@ -73,59 +70,56 @@ def test_the_machines_memory_is_known() -> None:
     assert memory_limit() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+FLAT = """
+engine = Engine(4 * BLOCK, block_bytes=BLOCK)
+builder = memory_image(random_bytes(6 * BLOCK))
+directory = Path(sys.argv[1])
+def saves(count):
+    for i in range(count):
+        final = directory / "missing" / "file" if i % 10 == 9 else directory / str(i % 3)
+        assert save(engine, (builder, final)).state == ("failed" if i % 10 == 9 else "persisted")
+    return descriptors(), resident_bytes()
+warm, end = saves(20), saves(200)
+print(end[0] - warm[0], end[1] - warm[1])
+"""
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def test_descriptors_and_memory_stay_flat_over_two_hundred_saves(tmp_path: Path) -> None:
+    result = run(FLAT, tmp_path)
+    more_descriptors, more_bytes = map(int, result.stdout.split())
+    assert more_descriptors == 0
+    assert more_bytes < 1 << 20
 
 
-def test_descriptors_and_memory_stay_flat_over_two_hundred_saves(
-    make_engine: Callable[..., Engine], tmp_path: Path
-) -> None:
-    engine = make_engine(4)
-    builder = memory_image(random_bytes(6 * BLOCK))
-    for i in range(20):
-        save(engine, (builder, tmp_path / str(i % 3)))
-    before = descriptors(), resident_bytes()
-    for i in range(200):
-        missing = tmp_path / "missing" / "file"
-        save(engine, (builder, missing if i % 10 == 9 else tmp_path / str(i % 3)))
-    assert descriptors() == before[0]
-    assert resident_bytes() < before[1] + (4 << 20)
+RELEASED = """
+before = descriptors()
+for closed in (True, False):
+    engine = Engine(4 * BLOCK, block_bytes=BLOCK)
+    save(engine, (memory_image(random_bytes(6 * BLOCK)), Path(sys.argv[1]) / "file"))
+    if closed:
+        assert engine.close(0)
+    del engine
+    assert descriptors() == before
+    wait_until(lambda: native_threads() == [])
+    assert "ckpt-run-" not in Path("/proc/self/maps").read_text()
+print("released")
+"""
 
 
 def test_an_engine_gives_everything_back_when_it_is_closed_or_forgotten(tmp_path: Path) -> None:
-    before = descriptors()
-    for closed in (True, False):
-        engine = Engine(4 * BLOCK, block_bytes=BLOCK)
-        save(engine, (memory_image(random_bytes(6 * BLOCK)), tmp_path / "file"))
-        if closed:
-            assert engine.close(0)
-        del engine
-        assert descriptors() == before
-        wait_until(lambda: threads_named_ours() == 0)
-
-
-def threads_named_ours() -> int:
-    return sum("ckpt-run" in path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
+    result = run(RELEASED, tmp_path)
+    assert (result.stdout, result.stderr) == ("released\n", "")
 
 
 RESIDENT = """
-import sys
-from engine_support import *
-from pathlib import Path
-def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 builder = memory_image(bytes(64 << 20))
 engine = Engine(int(sys.argv[1]), block_bytes=1 << 20)
-before = resident()
+before = resident_bytes()
 for size in map(int, sys.argv[3:]):
-    builder.image.memory[0] = type(builder.image.memory[0])(0, builder.image.memory[0].address, size, None, True)
+    builder.image.memory[0] = Memory(0, builder.image.memory[0].address, size, None, True)
     builder.image.size = size
     assert save(engine, (builder, Path(sys.argv[2]) / "file")).state == "persisted"
-print(resident() - before)
+print(resident_bytes() - before)
 """
 
 
@@ -139,13 +133,4 @@ print(resident() - before)
 def test_memory_is_bounded_by_the_cache_and_by_the_need(
     tmp_path: Path, cache: int, sizes: list[int], bound: int
 ) -> None:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    arguments = [str(cache), str(tmp_path), *map(str, sizes)]
-    output = subprocess.run(
-        [sys.executable, "-c", RESIDENT, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert int(output.stdout) < bound
+    assert int(run(RESIDENT, cache, tmp_path, *sizes).stdout) < bound

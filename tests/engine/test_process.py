@@ -18,26 +18,16 @@ from engine_support import (
     finish,
     memory_image,
     names,
+    native_threads,
     pending,
     random_bytes,
+    run,
     save,
     wait_until,
 )
 from stand_in import StandIn
 
 SIZE = 20 * BLOCK
-
-
-def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [
-        sys.executable,
-        "-c",
-        "from engine_support import *\nfrom pathlib import Path\nimport os, sys\n" + script,
-    ]
-    return subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True, timeout=PATIENCE
-    )
 
 
 def in_child(act: Callable[[], None]) -> int:
@@ -183,7 +173,7 @@ def test_python_runs_while_the_engine_waits(cuda: StandIn, engine: Engine, tmp_p
 
 
 INTERRUPT = """
-import signal, threading, time
+import signal, threading
 from stand_in import StandIn
 cuda = StandIn(Path(sys.argv[1]))
 os.environ["CKPT_RUN_CUDA_DRIVER"] = str(cuda.path)
@@ -212,10 +202,6 @@ print(sorted(path.name for path in Path(sys.argv[1]).iterdir()))
 def test_ctrl_c_reaches_a_waiting_call(tmp_path: Path, call: str) -> None:
     result = run(INTERRUPT, tmp_path, call)
     assert (result.stdout, result.stderr) == ("interrupted\n['libcuda.so.1']\n", "")
-
-
-def native_threads() -> list[Path]:
-    return [path for path in Path("/proc/self/task").iterdir() if "ckpt-run" in (path / "comm").read_text()]
 
 
 def test_native_threads_are_named_low_in_priority_and_take_no_signals(
