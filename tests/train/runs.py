@@ -44,6 +44,11 @@ def decorate(trainer: Trainer, **settings: Any) -> Trainer:
     return trainer
 
 
+def wait(trainer: Trainer) -> None:
+    """Until everything that was saved so far has its outcome."""
+    assert DecoratedCheckpointing({"trainer": trainer}, -1).wait(60)
+
+
 def decorated(
     output_dir: Path, settings: dict[str, Any] | None = None, callbacks: Sequence[Any] = (), **how: Any
 ) -> Trainer:

@@ -104,7 +104,7 @@ FAILURES: dict[str, list[dict[str, Any]]] = {
     "the directory on rank 1": [
         {
             "at": "datastates.store.layout:CheckpointDir.prepare",
-            "do": "EACCES",
+            "do": "EIO",
             "nth": 4,
             "times": 1,
             "rank": 1,
@@ -177,7 +177,7 @@ def test_a_rank_that_dies_ends_the_waits_of_the_other(tmp_path: Path) -> None:
 def test_where_one_rank_cannot_save_at_all_none_does_and_trainer_saves_by_itself(
     tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
 ) -> None:
-    fault = {"at": "datastates.store.journal:Journal.__init__", "do": "EACCES", "rank": 1}
+    fault = {"at": "datastates.store.journal:Journal.__init__", "do": "EIO", "rank": 1}
     training = disturbed(tmp_path, [fault], undisturbed)
     output_dir = Path(training.job.output_dir)
     assert checkpoints.whole(output_dir) == []

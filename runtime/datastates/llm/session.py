@@ -16,7 +16,7 @@ from typing import Any
 
 from datastates.engine import Engine, PendingFile
 from datastates.formats import intercept
-from datastates.llm import host_cache, log, meetings, ranks, resume, space
+from datastates.llm import host_cache, log, meetings, ranks, resume, space, trouble
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
 from datastates.llm.save import Save
@@ -64,12 +64,13 @@ class Session:
         self._space_told = False
         self._readers_told: set[str] = set()
         self._refused = False
+        self._gave_up = False
         self._newest: Save | None = None
         self.running = True
-        trouble = ranks.first(place, plan.trouble or self._open())
-        self.active = not trouble
-        if trouble:
-            self._leave_it_to_trainer(trouble)
+        obstacle = ranks.first(place, plan.trouble or self._open())
+        self.active = not obstacle
+        if obstacle:
+            self._leave_it_to_trainer(obstacle)
 
     # -- the start ------------------------------------------------------------------------------------------------------
 
@@ -114,11 +115,11 @@ class Session:
         self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
         return ""
 
-    def _leave_it_to_trainer(self, trouble: str) -> None:
+    def _leave_it_to_trainer(self, obstacle: str) -> None:
         """We cannot save, on some rank: then none of us does, and Trainer writes its own checkpoints where it always did."""
         self.root = str(Path(self.root).parent)
         if self._ranks.rank == 0:
-            logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, trouble)
+            logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, obstacle)
 
     @property
     def resumed_at_the_end(self) -> bool:
@@ -156,7 +157,7 @@ class Session:
             with meetings.kept(self._trainer):
                 original()
         except Exception as error:
-            if not _is_writing_trouble(error):
+            if not trouble.at_the_disk(error, self.root):
                 raise
             logger.error(
                 "%s checkpoint-%d was not saved, training goes on: %s: %s",
@@ -181,7 +182,7 @@ class Session:
             ]
         except Exception as error:
             scope.discard()
-            if not _is_writing_trouble(error):
+            if not trouble.at_the_disk(error, self.root):
                 raise
             self._committer.refuse(step, number, f"{type(error).__name__}: {error}")
             return None
@@ -212,11 +213,11 @@ class Session:
     def _scope(self, scope: SaveScope, directory: layout.CheckpointDir) -> Iterator[None]:
         """The writers' hand-over. The directory is ours from the moment on when all ranks have met."""
         self.in_scope = True
-        trouble = self._clear_the_way(directory)
+        obstacle = self._clear_the_way(directory)
         try:
             with intercept.sink(scope), meetings.kept(self._trainer, after_first=directory.prepare):
-                if trouble:
-                    raise trouble
+                if obstacle:
+                    raise obstacle
                 if self._searching:
                     directory.prepare()
                 yield
@@ -239,14 +240,14 @@ class Session:
 
         They wait in ``store_flos``, the first thing that ``_save_checkpoint`` does, except in a hyperparameter search.
         """
-        trouble = None
+        obstacle = None
         try:
             self._move_aside(directory)
         except OSError as error:
-            trouble = error
+            obstacle = error
         if self._searching:
             ranks.meet(self._ranks)
-        return trouble
+        return obstacle
 
     def _move_aside(self, directory: layout.CheckpointDir) -> None:
         # Trainer marks a save on a signal that is not complete yet. Here the manifest tells, and it will name every file it finds.
@@ -307,7 +308,7 @@ class Session:
     def wait_for_all(self) -> None:
         """The end of training: wait for what is in flight, within ``exit_timeout``; say so when that takes long."""
         pending = [save for save in self._in_flight if save.outcome is None]
-        if not pending:
+        if not pending or self._gave_up:
             return
         total = sum(save.nbytes for save in pending)
         logger.info(
@@ -320,6 +321,7 @@ class Session:
         if self._wait(self._settings.exit_timeout, "end"):
             logger.info("%s waited %.1f s", log.PREFIX, time.monotonic() - began)
         else:
+            self._gave_up = True
             logger.error(
                 "%s gave up waiting after %.0f s (exit_timeout)", log.PREFIX, time.monotonic() - began
             )
@@ -362,16 +364,6 @@ class Session:
         self.active = False
         self._committer.end(error)
         self._journal.close()
-
-
-def _is_writing_trouble(error: Exception) -> bool:
-    """Whether a writer failed at the disk, rather than the user's code at its work.
-
-    Rust's writers (tokenizers, safetensors) and torch's zip writer raise types of their own that only their text tells apart.
-    """
-    return isinstance(error, OSError) or any(
-        sign in str(error) for sign in ("os error ", "PytorchStreamWriter failed", "No space left on device")
-    )
 
 
 def _plan(
