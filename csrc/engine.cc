@@ -149,6 +149,7 @@ Status Engine::MakePlans(std::vector<PendingFile> files, Ticket* ticket) {
   }
   ticket->stats["bytes"] = bytes;
   MakeBlocks(options_.block_bytes, ticket);
+  ticket->stats["cache_need"] = static_cast<double>(ticket->blocks.size() * options_.block_bytes);
   return {};
 }
 

@@ -170,5 +170,6 @@ def test_stats_say_what_happened(engine: Engine, tmp_path: Path) -> None:
     stats = save(engine, (builder, tmp_path / "file")).stats
     assert stats["bytes"] == len(builder.expected)
     assert stats["side_bytes"] == 5000
+    assert stats["cache_need"] == 10 * BLOCK
     assert 0 < stats["stage_s"] <= stats["durable_s"] <= stats["persist_s"]
     assert stats["direct"] in (0, 1)

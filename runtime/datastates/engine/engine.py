@@ -78,7 +78,8 @@ class Ticket:
 
         ``bytes`` of all files; ``capture_s`` of the copies and samples made by submit; ``side_bytes`` copied there;
         ``stage_s``, ``durable_s`` and ``persist_s`` from submit to that state; ``help_s`` that waiting threads spent on
-        copies; ``cache_wait_s`` for which no cache block was free; ``direct``, ``io_uring`` and ``pinned``: 1 if used.
+        copies; ``cache_wait_s`` for which no cache block was free, which a cache of ``cache_need`` bytes
+        would have avoided for a save alone; ``direct``, ``io_uring`` and ``pinned``: 1 if used.
         """
         return self._here().stats
 
