@@ -126,7 +126,9 @@ def free_port() -> int:
         return port
 
 
-def launch(command: Iterable[str], output: Path, **environment: str) -> subprocess.Popen[bytes]:
+def launch(
+    command: Iterable[str], output: Path, cwd: Path | None = None, **environment: str
+) -> subprocess.Popen[bytes]:
     """Start a real command in a session of its own, its output going to a file."""
     with output.open("ab") as stream:
         return subprocess.Popen(
@@ -134,6 +136,7 @@ def launch(command: Iterable[str], output: Path, **environment: str) -> subproce
             stdout=stream,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            cwd=cwd,
             env={**os.environ, **environment},
         )
 

@@ -35,7 +35,9 @@ def job(directory: Path, name: str, **changes: Any) -> Job:
 
 def uninterrupted(directory: Path, ranks: int, arguments: dict[str, Any]) -> tuple[dict[int, float], str]:
     """The losses by step and the final weights of a stock Trainer that nobody disturbs."""
-    quiet = job(directory, "stock", decorated=False, arguments={**arguments, "save_strategy": "no"})
+    quiet = job(
+        directory, "stock", decorated=False, resume=None, arguments={**arguments, "save_strategy": "no"}
+    )
     weights = Training(quiet, ranks).finish()["weights"]
     return dict(losses(quiet)), weights
 

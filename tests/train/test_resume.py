@@ -107,19 +107,33 @@ def test_a_finished_run_started_again_trains_no_further_step(output_dir: Path) -
 # -- damage -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", [lose, shorten, flip], ids=["missing", "short", "flipped"])
+DAMAGE = pytest.mark.parametrize("damage", [lose, shorten, flip], ids=["missing", "short", "flipped"])
+
+
+@DAMAGE
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_checkpoint_is_named_and_the_next_older_one_taken(
+def test_a_checkpoint_with_any_file_damaged_is_named_and_the_next_older_one_given(
     name: str, damage: Callable[[Path], str], output_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     newest = runs.checkpoint(output_dir, 8)
     reason = damage(newest / name)
+    assert get_last_checkpoint(str(output_dir)) == str(runs.checkpoint(output_dir, 6))
+    told = [text for _, level, text in caplog.record_tuples if level == logging.ERROR]
+    assert len(told) == 1
+    assert told[0].startswith(f"[Concurrent Checkpoint] skipping {newest}: {name} {reason}")
+
+
+@DAMAGE
+def test_training_goes_on_from_the_next_older_checkpoint_when_the_newest_is_damaged(
+    damage: Callable[[Path], str], output_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = damage(runs.checkpoint(output_dir, 8) / "model.safetensors")
     trainer = runs.decorated(output_dir, max_steps=7, save_strategy="no")
     trainer.train(resume_from_checkpoint=True)
     assert runs.steps_done(trainer) == [7]
     told = [text for _, level, text in caplog.record_tuples if level == logging.ERROR]
     assert len(told) == 1
-    assert told[0].startswith(f"[Concurrent Checkpoint] skipping {newest}: {name} {reason}")
+    assert f"model.safetensors {reason}" in told[0]
 
 
 def test_every_file_of_a_checkpoint_is_among_those_that_the_damage_is_tried_on(output_dir: Path) -> None:
@@ -165,7 +179,7 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again_and_kep
     assert get_last_checkpoint(str(output_dir)) == str(runs.checkpoint(output_dir, 8))
 
 
-@pytest.mark.parametrize("damage", [lose, shorten, flip], ids=["missing", "short", "flipped"])
+@DAMAGE
 def test_without_a_sound_manifest_there_is_no_checkpoint(
     damage: Callable[[Path], str], output_dir: Path
 ) -> None:
@@ -175,7 +189,7 @@ def test_without_a_sound_manifest_there_is_no_checkpoint(
     assert runs.steps_done(trainer) == [7]
 
 
-@pytest.mark.parametrize("damage", [lose, shorten, flip], ids=["missing", "short", "flipped"])
+@DAMAGE
 def test_a_lost_or_damaged_run_record_costs_no_checkpoint(
     damage: Callable[[Path], str], output_dir: Path
 ) -> None:

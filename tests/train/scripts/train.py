@@ -96,7 +96,7 @@ def main(job: Job) -> None:
         log.settle = engine.wait if job.orderly else None
     for fault in job.faults:
         faults.install(**fault)
-    trainer.train(resume_from_checkpoint=job.resume if job.decorated else None)
+    trainer.train(resume_from_checkpoint=job.resume)
     log.write(weights=fingerprint(trainer), step=trainer.state.global_step)
 
 
