@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,5 +11,8 @@ from launch_tools import Sandbox
 
 
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
-    return Sandbox(tmp_path)
+def sandbox(tmp_path: Path) -> Iterator[Sandbox]:
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as temporary:
+        sandbox = Sandbox(tmp_path, temporary)
+        yield sandbox
+        sandbox.close()

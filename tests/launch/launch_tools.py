@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import datastates
+import psutil
 from datastates.store import commit
 from datastates.store.layout import Root
 from datastates.store.manifest import FileEntry, Vote
@@ -54,16 +56,17 @@ while True:
 class Sandbox:
     """A directory of its own, with an environment that has nothing of the surrounding one but PATH."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, temporary: str) -> None:
+        """``temporary`` has to be a short path: multiprocessing makes sockets below it, whose names are limited to 107 bytes."""
         self.path = path
         self.home = path / "home"
         self.home.mkdir()
-        (path / "tmp").mkdir()
+        self._started: list[subprocess.Popen[str]] = []
         self.env = {
             "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.home),
             "XDG_STATE_HOME": str(path / "state"),
-            "TMPDIR": str(path / "tmp"),
+            "TMPDIR": temporary,
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
         }
@@ -89,7 +92,21 @@ class Sandbox:
         """Start ckpt-run, without a terminal, and leave it running."""
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": self.path}
         given["start_new_session"] = True
-        return subprocess.Popen([CKPT_RUN, *words], env={**self.env, **(env or {})}, **{**given, **options})
+        process = subprocess.Popen(
+            [CKPT_RUN, *words], env={**self.env, **(env or {})}, **{**given, **options}
+        )
+        self._started.append(process)
+        return process
+
+    def close(self) -> None:
+        """Leave nothing running that a failed test did not end."""
+        for process in self._started:
+            if process.poll() is None:
+                family = psutil.Process(process.pid)
+                for member in [*family.children(recursive=True), family]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        member.kill()
+                process.wait()
 
     def script(self, name: str, text: str) -> str:
         path = self.path / name
