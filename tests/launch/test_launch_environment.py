@@ -158,7 +158,7 @@ def test_an_unwritable_home_is_lived_with(sandbox: Sandbox) -> None:
 def test_nothing_is_left_in_the_temporary_directory(sandbox: Sandbox) -> None:
     sandbox.run("true")
     sandbox.run("no-such-program")
-    assert os.listdir(sandbox.path / "tmp") == []
+    assert os.listdir(sandbox.env["TMPDIR"]) == []
 
 
 def test_what_a_killed_launcher_left_there_goes_at_the_next_launch(sandbox: Sandbox) -> None:
@@ -167,9 +167,9 @@ def test_what_a_killed_launcher_left_there_goes_at_the_next_launch(sandbox: Sand
     process.kill()
     process.wait(60)
     (sandbox.path / "up").unlink()
-    assert len(os.listdir(sandbox.path / "tmp")) == 1
+    assert len(os.listdir(sandbox.env["TMPDIR"])) == 1
     sandbox.run("true")
-    assert os.listdir(sandbox.path / "tmp") == []
+    assert os.listdir(sandbox.env["TMPDIR"]) == []
 
 
 # --- other hosts ---------------------------------------------------------------------------------------------------------
