@@ -143,6 +143,14 @@ TABLE: tuple[Setting, ...] = (
         _one_of("auto", "direct", "buffered"),
         "how files are written; auto tries O_DIRECT and falls back",
     ),
+    Setting(
+        "cuda_driver",
+        "CKPT_RUN_CUDA_DRIVER",
+        "libcuda.so.1",
+        "library",
+        str,
+        "the CUDA driver, looked for when the first tensor on a GPU is saved",
+    ),
 )
 
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in TABLE}
@@ -160,6 +168,7 @@ class Settings:
     commit_timeout: float
     exit_timeout: float
     io: Literal["auto", "direct", "buffered"]
+    cuda_driver: str
 
 
 def load(

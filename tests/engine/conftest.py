@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,27 +14,35 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> StandIn:
     return StandIn(tmp_path_factory.mktemp("cuda"))
 
 
-@pytest.fixture
-def cuda(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Engines that are made from here on find the stand-in where the CUDA driver is looked for."""
-    monkeypatch.setenv("CKPT_RUN_CUDA_DRIVER", str(stand_in.path))
-    return stand_in
+class MakeEngine:
+    """Makes engines of 64 KiB blocks, which look for the CUDA driver under the name ``cuda_driver``."""
+
+    def __init__(self) -> None:
+        self.cuda_driver = "libcuda.so.1"
+        self.engines: list[Engine] = []
+
+    def __call__(self, blocks: int = 4, **options: Any) -> Engine:
+        given = {"block_bytes": BLOCK, "cuda_driver": self.cuda_driver, **options}
+        self.engines.append(Engine(blocks * BLOCK, **given))
+        return self.engines[-1]
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., Engine]]:
-    """Makes engines of 64 KiB blocks that are closed at the end of the test; what is in flight then is given up."""
-    engines: list[Engine] = []
-
-    def make(blocks: int = 4, **options: Any) -> Engine:
-        engines.append(Engine(blocks * BLOCK, block_bytes=BLOCK, **options))
-        return engines[-1]
-
+def make_engine() -> Iterator[MakeEngine]:
+    """Its engines are closed at the end of the test; what is in flight then is given up."""
+    make = MakeEngine()
     yield make
-    for engine in engines:
+    for engine in make.engines:
         engine.close(0)
 
 
 @pytest.fixture
-def engine(make_engine: Callable[..., Engine]) -> Engine:
+def cuda(stand_in: StandIn, make_engine: MakeEngine) -> StandIn:
+    """Engines that are made from here on find the stand-in where the CUDA driver is looked for."""
+    make_engine.cuda_driver = str(stand_in.path)
+    return stand_in
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine) -> Engine:
     return make_engine()

@@ -235,10 +235,9 @@ def test_a_driver_call_that_fails_ends_the_save_alone(
 
 
 def test_without_the_driver_library_a_save_from_a_device_fails_and_says_why(
-    make_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("CKPT_RUN_CUDA_DRIVER", str(tmp_path / "libcuda.so.1"))
-    engine = make_engine()
+    engine = make_engine(cuda_driver=str(tmp_path / "libcuda.so.1"))
     ticket = save(engine, (memory_image(random_bytes(SIZE), device=0), tmp_path / "file"))
     assert ticket.error is not None
     assert ticket.error.operation == "load"

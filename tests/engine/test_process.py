@@ -176,8 +176,7 @@ INTERRUPT = """
 import signal, threading
 from stand_in import StandIn
 cuda = StandIn(Path(sys.argv[1]))
-os.environ["CKPT_RUN_CUDA_DRIVER"] = str(cuda.path)
-engine = Engine(2 * BLOCK, block_bytes=BLOCK)
+engine = Engine(2 * BLOCK, block_bytes=BLOCK, cuda_driver=str(cuda.path))
 stream = cuda.stream()
 cuda.hold(stream)
 plug = engine.submit([pending(memory_image(bytes(2 * BLOCK), device=0, stream=stream), Path(sys.argv[1]) / "plug")])

@@ -124,9 +124,7 @@ class Engine:
         pin: page-lock the cache blocks that take bytes from a GPU.
         block_bytes: unit of the cache, a multiple of 4096; by default 16 MiB, or less where the cache is small.
         io: "auto" writes past the page cache where the file system takes it, "direct" does or fails, "buffered" does not.
-
-    The CUDA driver library is looked for when the first part on a GPU comes; ``CKPT_RUN_CUDA_DRIVER`` names another than
-    ``libcuda.so.1``.
+        cuda_driver: the CUDA driver's library, looked for when the first part on a GPU comes.
 
     Raises:
         ValueError: a size that cannot work; the message says why and what would.
@@ -143,6 +141,7 @@ class Engine:
         pin: bool = True,
         block_bytes: int | None = None,
         io: Literal["auto", "direct", "buffered"] = "auto",
+        cuda_driver: str = "libcuda.so.1",
     ) -> None:
         self._process = os.getpid()
         self.block_bytes = _checked_block_bytes(cache_bytes, block_bytes)
@@ -151,8 +150,7 @@ class Engine:
             raise ValueError(f"there cannot be {threads} threads")
         if io not in ("auto", "direct", "buffered"):
             raise ValueError(f"io is {io!r}; expected auto, direct or buffered")
-        driver = os.environ.get("CKPT_RUN_CUDA_DRIVER") or "libcuda.so.1"
-        self._native = _native.Engine(cache_bytes, self.block_bytes, threads, pin, io, driver)
+        self._native = _native.Engine(cache_bytes, self.block_bytes, threads, pin, io, cuda_driver)
         # Tickets keep the owners of saved memory; the engine keeps the tickets for as long as it reads that memory.
         self._reading: dict[int, Ticket] = {}
         self._numbers = itertools.count()

@@ -23,7 +23,7 @@ from datastates.store.manifest import FileEntry, ManifestError, Vote
 from datastates.store.runrecord import RunRecord
 
 if TYPE_CHECKING:
-    from datastates.llm.session import Plan
+    from datastates.llm.plan import Plan
 
 logger = log.logger("datastates.llm.decorator")
 

@@ -73,4 +73,10 @@ def default_size(free: int, local_size: int) -> int:
 
 
 def _sized(cache_bytes: int, settings: Settings) -> Engine:
-    return Engine(cache_bytes, threads=settings.parser_threads, pin=settings.pin_host_cache, io=settings.io)
+    return Engine(
+        cache_bytes,
+        threads=settings.parser_threads,
+        pin=settings.pin_host_cache,
+        io=settings.io,
+        cuda_driver=settings.cuda_driver,
+    )

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,16 @@ from datastates.formats import intercept
 from datastates.llm import host_cache, log, meetings, ranks, resume, space, trouble
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
+from datastates.llm.plan import Plan, decide
 from datastates.llm.save import Save
 from datastates.llm.scope import SaveScope
 from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
-from datastates.store import commit, layout, lineage
-from datastates.store.journal import Journal, RunRecord
+from datastates.store import commit, layout
+from datastates.store.journal import Journal
 from datastates.store.stock import INCOMPLETE
 
 logger = log.logger("datastates.llm.decorator")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What rank 0 decided at the start of ``train()``, the same on every rank. ``trouble``: why nothing can be saved."""
-
-    root: str
-    run_id: str
-    attempt: str
-    lineage: str
-    ordinal: int
-    resume_path: str | None
-    resume_step: int
-    trouble: str = ""
 
 
 class Session:
@@ -82,8 +69,9 @@ class Session:
             resume.NothingToResumeError: on every rank.
         """
         place = ranks.Ranks.of(trainer)
+        ordinal = resume.count_train_call(str(Path(root).parent))
         ranks.meet(place)
-        plan = _plan(trainer, settings, request, root) if place.rank == 0 else None
+        plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
         plan = ranks.tell(place, plan, trainer.args.device)
         if isinstance(plan, resume.NothingToResumeError):
             raise plan
@@ -364,40 +352,3 @@ class Session:
         self.active = False
         self._committer.end(error)
         self._journal.close()
-
-
-def _plan(
-    trainer: Any, settings: Settings, request: resume.Request, root: str
-) -> Plan | resume.NothingToResumeError:
-    """Rank 0's decisions, and what follows from them on disk before any rank writes."""
-    attempt, lineage_id = lineage.new_id(), lineage.new_id()
-    run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
-    output_dir = str(Path(root).parent)
-    ordinal = resume.count_train_call(output_dir)
-    choice = None
-    try:
-        record = resume.run_record(output_dir)
-        choice = resume.choose(request, settings, output_dir, ordinal, record)
-        commit.sweep(layout.Root(Path(root)), attempt, spare=choice.path if choice else None)
-        here = RunRecord.here(
-            run_id=run_id,
-            attempt=attempt,
-            output_dir=output_dir,
-            world_size=trainer.args.world_size,
-            step=max(choice.step, 0) if choice else 0,
-            max_steps=max(trainer.args.max_steps, 0),
-        )
-        mine, here = lineage.begin(
-            record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
-        )
-        here.write(layout.Root(Path(root)))
-    except resume.NothingToResumeError as error:
-        return error
-    except Exception as error:
-        logger.debug("no plan", exc_info=True)
-        given = str(choice.path) if choice else request.path
-        return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, f"{type(error).__name__}: {error}")
-    if choice is None:
-        return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
-    continues = choice.lineage == mine.id and choice.kind == lineage.OURS
-    return Plan(root, run_id, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)
