@@ -145,7 +145,7 @@ def test_any_mix_of_host_and_devices_gives_the_images_bytes(
             builder.memory(random_bytes(size, seed), still=still, device=device)
         if seed % 3 == 0:
             builder.checksum(0, len(builder.expected))
-    engine = Engine(blocks * 8192, block_bytes=8192, pin=pin, threads=threads)
+    engine = Engine(blocks * 8192, block_bytes=8192, pin=pin, threads=threads, cuda_driver=str(cuda.path))
     try:
         assert save(engine, (builder, tmp_path / "file")).state == "persisted"
         assert (tmp_path / "file").read_bytes() == builder.expected
