@@ -58,7 +58,7 @@ SUBCOMMANDS = {
     "status": "what the newest run is doing: step, checkpoints, stalls, ranks",
     "verify": "check every file of a checkpoint, or of all, against its checksums",
     "env": "print the environment that a command would get",
-    "demo": "train, get killed, resume, compare: a demonstration in two minutes",
+    "demo": "train, get killed, resume, compare: a demonstration in about a minute",
 }
 
 HELP = """\
