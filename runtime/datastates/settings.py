@@ -144,6 +144,14 @@ TABLE: tuple[Setting, ...] = (
         "how files are written; auto tries O_DIRECT and falls back",
     ),
     Setting(
+        "snapshot",
+        "CKPT_RUN_SNAPSHOT",
+        "late",
+        "late, eager",
+        _one_of("late", "eager"),
+        "eager copies everything before the save returns: for code that changes weights without an optimizer",
+    ),
+    Setting(
         "cuda_driver",
         "CKPT_RUN_CUDA_DRIVER",
         "libcuda.so.1",
@@ -168,6 +176,7 @@ class Settings:
     commit_timeout: float
     exit_timeout: float
     io: Literal["auto", "direct", "buffered"]
+    snapshot: str
     cuda_driver: str
 
 

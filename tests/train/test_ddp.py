@@ -110,6 +110,13 @@ FAILURES: dict[str, list[dict[str, Any]]] = {
             "rank": 1,
         }
     ],
+    "the vote of rank 1": [
+        {"at": "datastates.store.commit:cast_vote", "do": "ENOSPC", "nth": 2, "times": 1, "rank": 1}
+    ],
+    "rank 0, which cannot say so": [
+        {"at": f"{STOCK}._save", "do": "ENOSPC", "nth": 2, "times": 1, "rank": 0},
+        {"at": "datastates.store.commit:abandon", "do": "ENOSPC", "times": 1, "rank": 0},
+    ],
     "moving aside on rank 0": [
         {"at": f"{SESSION}._move_aside", "do": "EROFS", "nth": 2, "times": 1, "rank": 0}
     ],

@@ -80,6 +80,7 @@ def test_every_setting_can_be_set_by_its_variable_and_the_script_wins() -> None:
         "commit_timeout": ("60", 60.0, 61.0),
         "exit_timeout": ("60", 60.0, 61.0),
         "io": ("buffered", "buffered", "direct"),
+        "snapshot": ("eager", "eager", "late"),
         "cuda_driver": ("/opt/libcuda.so", "/opt/libcuda.so", "libcuda.so.2"),
     }
     assert values.keys() == {setting.key for setting in TABLE}

@@ -72,7 +72,9 @@ class Attachment:
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = resume.Request.of(args, kwargs)
         self._loop_entries = 0
-        self._session = session = Session.begin(self._trainer, self.settings, given, self._root(given.trial))
+        self._session = session = Session.begin(
+            self._trainer, self.settings, given, self._root(given.trial), self._session
+        )
         try:
             result = original(*given.args(session.resume_path), **given.kwargs(session.resume_path))
         except BaseException as error:
@@ -100,7 +102,7 @@ class Attachment:
 
     def _get_output_dir(self, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         if self._session is not None and self._session.running:
-            return self._session.root
+            return self._session.root_as_given
         return os.path.join(original(*args, **kwargs), CHECKPOINT_ROOT)
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

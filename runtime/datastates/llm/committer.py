@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from datastates.llm.ranks import Ranks
 from datastates.llm.save import Outcome, Save
 from datastates.llm.space import human
 from datastates.settings import Settings
-from datastates.store import commit, retention
+from datastates.store import commit, last_word, retention
 from datastates.store.catalog import Catalog
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir, Root
@@ -37,7 +38,7 @@ class Committer:
         self._ranks = place
         self._plan = plan
         self._journal = journal
-        self._root = Root(Path(plan.root))
+        self._root = Root(Path(os.path.abspath(plan.root)))
         self._record_lock = threading.Lock()
         self._cleaning = threading.Lock()
 
@@ -59,49 +60,88 @@ class Committer:
 
     def refuse(self, step: int, number: int, reason: str) -> None:
         """Make known that this rank's part of a save failed before the engine had it."""
-        try:
-            if self.commits:
-                commit.abandon(self._root.checkpoint(step), self._plan.attempt, number, reason)
-            else:
-                commit.cast_vote(self._root.checkpoint(step), self._vote(step, number, (), reason))
-        except OSError as trouble:
-            reason = f"{reason}; {trouble}"
+        directory = self._root.checkpoint(step)
+        if self.commits:
+            self._abandon(directory, number, reason)
+        else:
+            self._cast(directory, self._vote(step, number, (), reason))
         self._journal.event("abandon", step=step, reason=reason)
         logger.error("%s checkpoint-%d was not saved, training goes on: %s", log.PREFIX, step, reason)
 
     def _vote_and_settle(self, directory: CheckpointDir, save: Save, error: str | None) -> Outcome:
-        attempt = self._plan.attempt
-        files = (
-            tuple(
-                FileEntry(directory.relative(result.path), result.size, result.crc32)
-                for result in save.ticket.files
-            )
-            if error is None
-            else ()
-        )
-        vote = self._vote(save.step, save.number, files, error)
-        if not self.commits:
-            commit.cast_vote(directory, vote)
-            answer = commit.wait_outcome(directory, attempt, save.number, self._settings.commit_timeout)
-            return Outcome(answer == "committed", "" if answer == "committed" else answer)
+        vote = self._vote(save.step, save.number, () if error else _entries(directory, save), error)
+        return self._lead(directory, save, vote) if self.commits else self._follow(directory, vote)
+
+    def _lead(self, directory: CheckpointDir, save: Save, vote: Vote) -> Outcome:
+        """The committing rank: collect the votes and commit, or abandon the save."""
         try:
-            if error is not None:
-                raise commit.CommitAbandoned(error)
+            if vote.error is not None:
+                raise commit.CommitAbandoned(vote.error)
             commit.cast_vote(directory, vote)
-            votes = commit.collect_votes(
-                directory,
-                attempt,
-                save.number,
-                range(self._ranks.size),
-                self._settings.commit_timeout,
-                commit.never,
-            )
+            votes = self._collect(directory, save.number)
+            if save.before is not None:  # in order: a checkpoint may name an earlier one as the best
+                save.before.wait(self._settings.commit_timeout)
             commit.publish(directory, votes, crc32=crc32)
         except (commit.CommitAbandoned, OSError) as trouble:
-            commit.abandon(directory, attempt, save.number, str(trouble))
+            self._abandon(directory, save.number, str(trouble))
             return Outcome(False, str(trouble))
         self._after_commit(directory, save.best)
         return Outcome(True)
+
+    def _collect(self, directory: CheckpointDir, number: int) -> list[Vote]:
+        silent: list[int] = []
+
+        def somebody_gave_up() -> bool:
+            silent[:] = last_word.given_up(self._root, self._plan.attempt, number)
+            return bool(silent)
+
+        everybody = range(self._ranks.size)
+        limit = self._settings.commit_timeout
+        try:
+            return commit.collect_votes(
+                directory, self._plan.attempt, number, everybody, limit, somebody_gave_up
+            )
+        except commit.CommitAbandoned:
+            if silent:
+                raise commit.CommitAbandoned(f"rank {silent[0]} could not even write its vote") from None
+            raise
+
+    def _follow(self, directory: CheckpointDir, vote: Vote) -> Outcome:
+        """Any other rank: vote, and wait for what the committing rank makes of it."""
+        trouble = self._cast(directory, vote)
+        if trouble:
+            return Outcome(False, vote.error or trouble)
+        answer = commit.wait_outcome(
+            directory,
+            vote.attempt,
+            vote.save,
+            self._settings.commit_timeout,
+            lambda: 0 in last_word.given_up(self._root, vote.attempt, vote.save),
+        )
+        if answer == "cancelled":
+            answer = "rank 0 could not commit, nor write why"
+        return Outcome(answer == "committed", "" if answer == "committed" else answer)
+
+    def _cast(self, directory: CheckpointDir, vote: Vote) -> str:
+        """Vote; why that cannot be, "" when it can."""
+        try:
+            commit.cast_vote(directory, vote)
+        except OSError as trouble:
+            self._give_up(vote.save)
+            return str(trouble)
+        return ""
+
+    def _abandon(self, directory: CheckpointDir, number: int, reason: str) -> None:
+        try:
+            commit.abandon(directory, self._plan.attempt, number, reason)
+        except OSError:
+            self._give_up(number)
+
+    def _give_up(self, number: int) -> None:
+        try:
+            last_word.give_up(self._root, self._plan.attempt, number, self._ranks.rank)
+        except OSError as trouble:  # then the others wait until their time limit
+            logger.debug("%s the other ranks cannot be told: %s", log.PREFIX, trouble)
 
     # -- the run's record, which rank 0 keeps -----------------------------------------------------------------------------
 
@@ -196,3 +236,9 @@ class Committer:
         logger.error(
             "%s checkpoint-%d was not committed, training goes on: %s", log.PREFIX, save.step, outcome.reason
         )
+
+
+def _entries(directory: CheckpointDir, save: Save) -> tuple[FileEntry, ...]:
+    return tuple(
+        FileEntry(directory.relative(result.path), result.size, result.crc32) for result in save.ticket.files
+    )

@@ -7,6 +7,7 @@ memory passes it first: every optimizer step, ``Module.load_state_dict``, a user
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from typing import Any, Protocol
@@ -39,6 +40,11 @@ class Fence:
     def busy(self) -> bool:
         """Whether a save has memory left to copy."""
         return bool(self._staging)
+
+    def forget(self) -> None:
+        """In a forked child: what is staged is the parent's, and a lock may have been held by a thread that is not here."""
+        self._lock = threading.Lock()
+        self._staging = []
 
     def enter(self, save: Staging) -> None:
         with self._lock:
@@ -73,6 +79,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    os.register_at_fork(after_in_child=FENCE.forget)
     register_optimizer_step_pre_hook(_before_step)
     torch.nn.Module.load_state_dict = _fenced(torch.nn.Module.load_state_dict)  # type: ignore[method-assign]
 

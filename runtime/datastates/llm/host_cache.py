@@ -64,7 +64,13 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
             size / GIB,
             ranks.local_size,
         )
-    return _sized(size, settings)
+    while True:
+        try:
+            return _sized(size, settings)
+        except OSError:  # a limit on address space, for example
+            size //= 2
+            if size < _SMALLEST_DEFAULT:
+                raise
 
 
 def default_size(free: int, local_size: int) -> int:

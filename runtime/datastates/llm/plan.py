@@ -9,7 +9,7 @@ from typing import Any
 
 from datastates.llm import log, resume
 from datastates.settings import Settings
-from datastates.store import commit, layout, lineage
+from datastates.store import commit, last_word, layout, lineage
 from datastates.store.runrecord import RunRecord
 
 logger = log.logger("datastates.llm.decorator")
@@ -17,7 +17,7 @@ logger = log.logger("datastates.llm.decorator")
 
 @dataclass(frozen=True)
 class Plan:
-    """The same on every rank. ``trouble`` says why nothing can be saved; it is empty when all is well."""
+    """The same on every rank. ``root`` is as the script gives it, relative or not. ``trouble`` says why nothing can be saved; it is empty when all is well."""
 
     root: str
     run_id: str
@@ -48,11 +48,12 @@ def decide(
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
-        commit.sweep(layout.Root(Path(root)), attempt, spare=choice.path if choice else None)
+        commit.sweep(layout.Root.of(output_dir), attempt, spare=choice.path if choice else None)
+        last_word.forget(layout.Root.of(output_dir))
         here = RunRecord.here(
             run_id=run_id,
             attempt=attempt,
-            output_dir=output_dir,
+            output_dir=os.path.abspath(output_dir),
             world_size=args.world_size,
             step=max(choice.step, 0) if choice else 0,
             max_steps=max(args.max_steps, 0),
@@ -60,7 +61,7 @@ def decide(
         mine, here = lineage.begin(
             record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
         )
-        here.write(layout.Root(Path(root)))
+        here.write(layout.Root.of(output_dir))
     except resume.NothingToResumeError as error:
         return error
     except Exception as error:

@@ -58,14 +58,21 @@ _ordinals: dict[str, int] = {}
 
 def ordinal(output_dir: str) -> int:
     """How many ``train()`` calls of this process went into ``output_dir`` before."""
-    return _ordinals.get(os.path.abspath(output_dir), 0)
+    return _ordinals.get(os.path.realpath(output_dir), 0)
 
 
-def count_train_call(output_dir: str) -> int:
-    """The ordinal of the ``train()`` call that begins now."""
+def count_train_call(output_dir: str, again: int | None = None) -> int:
+    """The ordinal of the ``train()`` call that begins now; ``again`` when it goes on with an earlier one, whose ordinal it keeps."""
+    if again is not None:
+        return again
     now = ordinal(output_dir)
-    _ordinals[os.path.abspath(output_dir)] = now + 1
+    _ordinals[os.path.realpath(output_dir)] = now + 1
     return now
+
+
+def train_call_failed(output_dir: str, number: int) -> None:
+    """``train()`` raised: if the script tries once more, that is the same training."""
+    _ordinals[os.path.realpath(output_dir)] = number
 
 
 def choose(

@@ -44,6 +44,7 @@ class Save:
         finish: votes and waits for the outcome; runs on the save's own thread.
         note: records an event of the journal.
         best: path of the best checkpoint when this one was saved.
+        before: the save before this one, which is to be committed first.
         torn: is told the names of tensors that did not hold still.
     """
 
@@ -57,11 +58,13 @@ class Save:
         torn: Callable[[list[str]], None],
         note: Callable[..., object],
         best: str | None = None,
+        before: Save | None = None,
     ) -> None:
         self.step = step
         self.number = number
         self.ticket = ticket
         self.best = best
+        self.before = before
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
         self.outcome: Outcome | None = None
@@ -75,8 +78,13 @@ class Save:
         self._thread = threading.Thread(target=self._carry_out, name=f"checkpoint-{step}", daemon=True)
 
     def start(self) -> None:
+        """Go on in the background; where no thread can be had, to the end and on this one."""
         FENCE.enter(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            logger.warning("%s checkpoint-%d is saved synchronously: %s", log.PREFIX, self.step, error)
+            self._carry_out()
 
     def settle(self) -> None:
         """Copy what is left on this thread, then check that the memory held still; approve the save or give it up."""
@@ -84,7 +92,6 @@ class Save:
         with self._settling:
             if self._settled:
                 return
-            self._settled = True
             disturbed = self._disturbed()
             self._late = []
             if disturbed:
@@ -94,6 +101,8 @@ class Save:
                 self.ticket.cancel(f"torn snapshot: {name}{count}: {reason} between the save and the fence")
             else:
                 self.ticket.approve()
+            # Last: interrupted before (Ctrl-C), the save's own thread still does all of it.
+            self._settled = True
 
     def _disturbed(self) -> dict[str, str]:
         """What did not hold still, and how that shows."""
@@ -119,4 +128,5 @@ class Save:
             logger.exception("%s checkpoint-%d was given up", log.PREFIX, self.step)
             self.outcome = Outcome(False, f"{type(error).__name__}: {error}")
         finally:
+            self.before = None
             self._done.set()

@@ -35,7 +35,9 @@ class Session:
     """The saves of one ``train()`` call on this rank. Used by the main thread; saves finish on their own threads."""
 
     def __init__(self, trainer: Any, settings: Settings, place: ranks.Ranks, plan: Plan) -> None:
-        self.root = plan.root
+        self.root = os.path.abspath(plan.root)
+        self.root_as_given = plan.root
+        self.ordinal = plan.ordinal
         self.resume_path = plan.resume_path
         self.in_scope = False
         self._trainer = trainer
@@ -62,14 +64,21 @@ class Session:
     # -- the start ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def begin(cls, trainer: Any, settings: Settings, request: resume.Request, root: str) -> Session:
+    def begin(
+        cls, trainer: Any, settings: Settings, request: resume.Request, root: str, last: Session | None
+    ) -> Session:
         """Meet the other ranks and agree.
+
+        Args:
+            root: the checkpoint root, relative if the script's output directory is.
+            last: the session of this Trainer's ``train()`` call before; asked to resume, this call goes on with that training.
 
         Raises:
             resume.NothingToResumeError: on every rank.
         """
         place = ranks.Ranks.of(trainer)
-        ordinal = resume.count_train_call(str(Path(root).parent))
+        goes_on = last is not None and last.root_as_given == root and (request.resume is True or request.path)
+        ordinal = resume.count_train_call(str(Path(root).parent), last.ordinal if last and goes_on else None)
         ranks.meet(place)
         plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
         plan = ranks.tell(place, plan, trainer.args.device)
@@ -106,6 +115,7 @@ class Session:
     def _leave_it_to_trainer(self, obstacle: str) -> None:
         """We cannot save, on some rank: then none of us does, and Trainer writes its own checkpoints where it always did."""
         self.root = str(Path(self.root).parent)
+        self.root_as_given = str(Path(self.root_as_given).parent)
         if self._ranks.rank == 0:
             logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, obstacle)
 
@@ -195,6 +205,7 @@ class Session:
             self._torn_before.update,
             self._journal.event,
             self._trainer.state.best_model_checkpoint,
+            self._in_flight[-1] if self._in_flight else None,
         )
 
     @contextmanager
@@ -213,6 +224,8 @@ class Session:
             self.in_scope = False
 
     def _still(self) -> dict[int, StillTensor]:
+        if self._settings.snapshot == "eager":
+            return {}
         try:
             return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, self._torn_before)
         except Exception:
@@ -247,7 +260,7 @@ class Session:
         """What ``_save_checkpoint`` would have noted for a step that is already there."""
         state = self._trainer.state
         best = (
-            layout.Root(Path(self.root)).checkpoint(state.best_global_step).path
+            layout.Root(Path(self.root_as_given)).checkpoint(state.best_global_step).path
             if state.best_global_step
             else None
         )
@@ -346,6 +359,8 @@ class Session:
     def end(self, error: BaseException | None) -> None:
         """``train()`` has returned, or raised ``error``: wait for what is in flight and leave the marker."""
         self.running = False
+        if error is not None:
+            resume.train_call_failed(str(Path(self.root_as_given).parent), self.ordinal)
         if not self.active:
             return
         self.wait_for_all()

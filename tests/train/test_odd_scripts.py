@@ -1,0 +1,156 @@
+"""Scripts that do what few scripts do: they must fare as they would without us."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+import torch
+from datastates.llm import DecoratedCheckpointing
+from datastates.llm.fence import FENCE
+from datastates.store.catalog import Catalog
+from datastates.store.layout import Root
+from transformers import Trainer, TrainerCallback
+
+
+def decorated(output_dir: Path, **options: Any) -> Trainer:
+    trainer = tiny.trainer(output_dir, **options)
+    DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
+    return trainer
+
+
+def committed(output_dir: Path) -> list[int]:
+    return sorted(item.step for item in Catalog(Root.of(output_dir)).checkpoints() if item.committed)
+
+
+class FailOnce(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.steps: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+        if state.global_step == self.step and self.steps.count(self.step) == 1:
+            raise RuntimeError("the network is gone")
+
+
+def test_a_training_that_raised_and_is_tried_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    failing = FailOnce(5)
+    trainer = decorated(tmp_path / "out", callbacks=[failing])
+    with pytest.raises(RuntimeError, match="the network is gone"):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert failing.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+
+
+def test_a_trainer_built_anew_after_a_failure_goes_on_where_it_was(tmp_path: Path) -> None:
+    failing = FailOnce(5)
+    with pytest.raises(RuntimeError, match="the network is gone"):
+        decorated(tmp_path / "out", callbacks=[failing]).train()
+    decorated(tmp_path / "out", callbacks=[failing]).train(resume_from_checkpoint=True)
+    assert failing.steps == [1, 2, 3, 4, 5, 5, 6, 7, 8]
+
+
+def test_a_trainer_asked_to_resume_what_it_has_just_finished_goes_on_from_there(tmp_path: Path) -> None:
+    counting = FailOnce(-1)
+    trainer = decorated(tmp_path / "out", callbacks=[counting], max_steps=4)
+    trainer.train()
+    trainer.args.max_steps = 8
+    trainer.train(resume_from_checkpoint=True)
+    assert counting.steps == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+def test_a_script_that_changes_directory_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    class Wandering(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            os.chdir("/")
+            try:
+                return super().training_step(*args, **kwargs)
+            finally:
+                os.chdir(tmp_path)
+
+    trainer = tiny.trainer(Path("out"), cls=Wandering)
+    DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
+    trainer.train()
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+def test_where_no_thread_can_be_had_saves_are_synchronous_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("checkpoint-"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    decorated(tmp_path / "out").train()
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+    assert not FENCE.busy
+
+
+def test_a_forked_child_passes_the_fence_of_its_parent(tmp_path: Path, late: Any) -> None:
+    class Forking(Trainer):
+        exit_codes: list[int] = []  # noqa: RUF012
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if FENCE.busy:
+                child = os.fork()
+                if child == 0:
+                    torch.nn.Linear(2, 2).load_state_dict(torch.nn.Linear(2, 2).state_dict())
+                    os._exit(7)
+                self.exit_codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            return super().training_step(*args, **kwargs)
+
+    trainer = tiny.trainer(tmp_path / "out", cls=Forking)
+    DecoratedCheckpointing({"trainer": trainer}, -1)
+    trainer.train()
+    assert set(Forking.exit_codes) == {7}
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+def test_keeping_trainers_saves_leaves_other_files_in_their_directories(tmp_path: Path) -> None:
+    notes = tmp_path / "out" / "checkpoint-2" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.write_text("mine")
+    unfinished = tmp_path / "out" / ".checkpoint-2-0123abcd"
+    unfinished.mkdir()
+    trainer = tiny.trainer(tmp_path / "out")
+    DecoratedCheckpointing({"trainer": trainer, "keep_trainer_saves": True, "host_cache_size": 0.1}, -1)
+    trainer.train(resume_from_checkpoint=False)
+    assert notes.read_text() == "mine"
+    assert (notes.parent / "model.safetensors").exists()
+    assert not unfinished.exists()
+
+
+def test_a_snapshot_taken_at_once_holds_what_no_check_can_notice(tmp_path: Path, late: Any) -> None:
+    seen: dict[int, torch.Tensor] = {}
+
+    class Reviving(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            weight = self.model.get_input_embeddings().weight
+            seen.setdefault(self.state.global_step, weight.detach().clone())
+            weight.data[5, 3] += 1.0
+            return super().training_step(*args, **kwargs)
+
+    trainer = tiny.trainer(tmp_path / "out", cls=Reviving)
+    DecoratedCheckpointing({"trainer": trainer, "snapshot": "eager"}, -1)
+    trainer.train()
+    from safetensors.torch import load_file
+
+    for step in (2, 4, 6):
+        saved = load_file(
+            tmp_path / "out" / "concurrent_checkpoint" / f"checkpoint-{step}" / "model.safetensors"
+        )
+        assert torch.equal(saved["model.embed_tokens.weight"], seen[step])
