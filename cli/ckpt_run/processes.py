@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 RANK_NAMES = (b"RANK", b"LOCAL_RANK", b"WORLD_SIZE", b"MASTER_PORT")
@@ -87,11 +88,14 @@ def registered(folder: str | None) -> dict[int, str]:
         return found
     try:
         with os.scandir(folder) as entries:
-            paths = {int(entry.name): entry.path for entry in entries if entry.name.isdigit()}
+            paths = {int(entry.name): entry.path for entry in entries if entry.name.isdecimal()}
     except OSError:
         return found
     for pid, path in paths.items():
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+        with (
+            contextlib.suppress(OSError),  # no file of the hook's
+            open(path, encoding="utf-8", errors="surrogateescape") as file,
+        ):
             found[pid] = file.read()
     return found
 

@@ -10,7 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import CKPT_RUN, RECORDER, Sandbox, alive, ancestors, finish, lines, until, words_in
+from launch_tools import (
+    CKPT_RUN,
+    RECORDER,
+    Sandbox,
+    alive,
+    ancestors,
+    commit_checkpoint,
+    finish,
+    lines,
+    opened_by,
+    until,
+    words_in,
+)
 
 
 @pytest.fixture
@@ -60,13 +72,11 @@ def test_a_program_that_dies_of_sigterm_is_143(sandbox: Sandbox, log: Path) -> N
 
 
 def test_a_stop_before_the_program_has_started_is_obeyed(sandbox: Sandbox) -> None:
-    run = sandbox.path / "out/concurrent_checkpoint/.run"
-    run.mkdir(parents=True)
-    os.mkfifo(run / "run.json")  # whoever reads it waits: as a file system does that has gone away
+    weights = commit_checkpoint(sandbox.path / "out", 100, hole=1 << 40) / "model.safetensors"
     process = sandbox.start("--output-dir", "out", "touch", "started")
-    with open(run / "run.json", "wb"):  # opens when it is being read
-        process.terminate()
-        code, _, _ = finish(process)
+    until(lambda: weights in opened_by(process.pid), "the verification, which takes minutes")
+    process.terminate()
+    code, _, _ = finish(process)
     assert (code, (sandbox.path / "started").exists()) == (143, False)
 
 
@@ -154,6 +164,22 @@ def test_a_registered_trainer_gets_it_alone(sandbox: Sandbox, log: Path) -> None
     process.terminate()
     until(lambda: "SIGTERM" in words_in(log, "trainer"))
     assert words_in(log, "worker0") == ["ready"]
+    (sandbox.path / "go").touch()
+    assert finish(process)[0] == 0
+    assert words_in(log, "trainer") == ["ready", "SIGTERM"]
+
+
+def test_what_is_no_registration_in_the_hooks_folder_keeps_no_signal_from_the_trainer(
+    sandbox: Sandbox, log: Path
+) -> None:
+    others = (
+        "import os\nfolder = os.environ['CKPT_RUN_PROCESSES']\n"
+        "os.mkdir(folder + '/1')\nos.symlink('nowhere', folder + '/2')\nopen(folder + '/\u00b2', 'w').close()\n"
+    )
+    process = sandbox.start(sys.executable, sandbox.script("train.py", others + REGISTERED), str(log))
+    ready(log, "trainer", "worker0")
+    process.terminate()
+    until(lambda: "SIGTERM" in words_in(log, "trainer"))
     (sandbox.path / "go").touch()
     assert finish(process)[0] == 0
     assert words_in(log, "trainer") == ["ready", "SIGTERM"]

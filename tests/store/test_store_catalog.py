@@ -201,6 +201,22 @@ def test_where_there_is_no_root_there_are_no_checkpoints(tmp_path: Path) -> None
     assert last_step(tmp_path / "nowhere") is None
 
 
+def test_a_link_that_leads_round_in_a_circle_is_no_checkpoint_and_hides_none(
+    root: Root, skips: Skips
+) -> None:
+    save(root, 100)
+    for circle in (
+        root.path / "checkpoint-200",
+        root.aside / "300-attempt",
+        root.path.parent / "checkpoint-400",
+    ):
+        circle.parent.mkdir(exist_ok=True)
+        circle.symlink_to(circle.name)
+    assert root.steps() == [100]
+    assert [item.step for item in Catalog(root).checkpoints()] == [100]
+    assert resume_point(root.path.parent, on_skip=skips) is not None
+
+
 def test_a_checkpoint_anywhere_can_be_loaded_by_its_path(root: Root, tmp_path: Path) -> None:
     shutil.copytree(save(root, 10).path, tmp_path / "best model")
     checkpoint = Checkpoint.load(tmp_path / "best model")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import socket
 import zlib
 from pathlib import Path
 
@@ -223,6 +226,29 @@ def test_a_document_that_is_not_there_is_told_apart_from_one_that_cannot_be_read
         manifest.read_manifest(tmp_path / "manifest.json")
     with pytest.raises(ManifestError, match="Is a directory"):
         manifest.read_manifest(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "terminal", "device", "socket"])
+def test_what_is_no_regular_file_is_named_and_never_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the name of a socket has to be short
+    path = tmp_path / "manifest.json"
+    with contextlib.ExitStack() as opened:
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "terminal":
+            master, slave = os.openpty()
+            opened.callback(os.close, master)
+            opened.callback(os.close, slave)
+            path.symlink_to(os.ttyname(slave))
+        elif kind == "device":
+            path.symlink_to("/dev/zero")
+        else:
+            opened.enter_context(socket.socket(socket.AF_UNIX)).bind(path.name)
+        with pytest.raises(ManifestError, match=r"manifest\.json: (is not a regular file|cannot be read)"):
+            manifest.read_manifest(path)
 
 
 @settings(deadline=None)

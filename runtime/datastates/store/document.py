@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,14 +86,16 @@ def decode(data: bytes, file: Path, version: int) -> Fields:
 
 
 def read_bytes(file: Path) -> bytes:
-    """The bytes of a document.
+    """The bytes of a document. Never waits for a pipe or a device that lies in its place.
 
     Raises:
         FileNotFoundError: there is none.
-        ManifestError: it is too large, or cannot be read.
+        ManifestError: it is no regular file, too large, or cannot be read.
     """
     try:
-        with file.open("rb") as stream:
+        with open(file, "rb", opener=_open_without_waiting) as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise ManifestError(file, "is not a regular file")
             data = stream.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{file}: No such file") from None
@@ -174,6 +178,11 @@ class Fields:
         if not isinstance(value, dict):
             self.fail(where, "is not an object")
         return Fields(value, self._file, f"{self._where}{where}.")
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    """``flags`` are those of ``open``, close-on-exec among them. A directory is refused by ``open`` itself."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -11,10 +11,12 @@
         .aside/200-<attempt>/                what was never committed, or stood in the way of a newer training
         .run/run.json                        the newest run and its lineages
         .run/events-rank0.jsonl              events with timings
+        .run/gave-up-<attempt>-<n>-rank1     the last word of a rank that cannot write any more
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import dataclass
@@ -126,6 +128,16 @@ def directories(path: Path) -> list[os.DirEntry[str]]:
     """The directories in ``path`` in order of their names; empty when it does not exist."""
     try:
         with os.scandir(path) as entries:
-            return sorted((entry for entry in entries if entry.is_dir()), key=lambda entry: entry.name)
+            return sorted((entry for entry in entries if _is_directory(entry)), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """A link that leads round in a circle leads to no directory, as one that leads nowhere."""
+    try:
+        return entry.is_dir()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
