@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Committer:
         self._ranks = place
         self._plan = plan
         self._journal = journal
-        self._root = Root(Path(plan.root))
+        self._root = Root(Path(os.path.abspath(plan.root)))
         self._record_lock = threading.Lock()
         self._cleaning = threading.Lock()
 

@@ -49,7 +49,6 @@ def decide(
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
         commit.sweep(layout.Root.of(output_dir), attempt, spare=choice.path if choice else None)
-        last_word.forget(layout.Root(Path(root)))
         last_word.forget(layout.Root.of(output_dir))
         here = RunRecord.here(
             run_id=run_id,

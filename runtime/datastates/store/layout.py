@@ -12,7 +12,6 @@
         .run/run.json                        the newest run and its lineages
         .run/events-rank0.jsonl              events with timings
         .run/gave-up-<attempt>-<n>-rank1     the last word of a rank that cannot write any more
-        .run/gave-up-<attempt>-<n>-rank1     the last word of a rank that cannot write any more
 """
 
 from __future__ import annotations
