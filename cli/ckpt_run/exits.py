@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
+from ckpt_run.signals import signal_name
+
 OWN_FAILURE = 125
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 
-HINTS = {
+HINTS: dict[int, str] = {
     signal.SIGKILL: "out of memory?",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "a crash in native code, or no space left in shared memory",
@@ -50,13 +52,12 @@ def _signal_behind(exit_code: int, name: str) -> int | None:
 
 def described(number: int, out_of_memory: bool = False) -> str:
     """'SIGKILL (out of memory?)'"""
-    known = signal.Signals(number)
     hint = (
         "out of memory: the kernel ended it"
-        if out_of_memory and known == signal.SIGKILL
-        else HINTS.get(known)
+        if out_of_memory and number == signal.SIGKILL
+        else HINTS.get(number)
     )
-    return f"{known.name} ({hint})" if hint else known.name
+    return f"{signal_name(number)} ({hint})" if hint else signal_name(number)
 
 
 def memory_kills() -> int:

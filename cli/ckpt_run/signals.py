@@ -14,7 +14,33 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-HANDED_ON = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
+
+_LEFT_ALONE = {
+    # cannot be caught
+    signal.SIGKILL,
+    signal.SIGSTOP,
+    # end nobody
+    signal.SIGCHLD,
+    signal.SIGCONT,
+    signal.SIGURG,
+    signal.SIGWINCH,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+    # are about what we did ourselves
+    signal.SIGPIPE,
+    signal.SIGXFSZ,
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGABRT,
+    signal.SIGTRAP,
+    signal.SIGSYS,
+}
+
+HANDED_ON = frozenset(signal.valid_signals() - _LEFT_ALONE)
+"""Every signal that would end us and leave the command behind: SIGXCPU and the real-time signals among them."""
 
 SI_KERNEL = 128  # si_code of a signal that the terminal sends to its whole foreground group
 
@@ -30,7 +56,7 @@ class Stopped(BaseException):
 class Signals:
     """Made first of all, before anything slow: process 1 of a container never sees a signal it has no handler for.
 
-    Until :meth:`block` a stop raises :class:`Stopped` and a SIGUSR waits. A signal that our parent ignores stays
+    Until :meth:`block` a stop raises :class:`Stopped` and every other signal waits. A signal that our parent ignores stays
     ignored, for the command as well (nohup, background jobs).
     """
 
@@ -55,6 +81,14 @@ class Signals:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, self.mask_for_child)
+
+
+def signal_name(number: int) -> str:
+    """'SIGTERM', and 'SIGRTMIN+3' for those that Python has no name for."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"SIGRTMIN+{number - signal.SIGRTMIN}"
 
 
 def die_of(number: int) -> NoReturn:

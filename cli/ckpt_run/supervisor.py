@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from ckpt_run import exits, processes, programs
 from ckpt_run.messages import say
-from ckpt_run.signals import SI_KERNEL, STOPS, Signals
+from ckpt_run.signals import SI_KERNEL, STOPS, Signals, signal_name
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -122,7 +122,7 @@ class Supervisor:
         number = info.si_signo
         if number in STOPS:
             self.stopped = number
-        if info.si_code == SI_KERNEL and not self._own_group:
+        if number in STOPS and info.si_code == SI_KERNEL and not self._own_group:
             # From the terminal to the whole group: the command has it already.
             self._told.update(self._group())
             self.interrupted = number == signal.SIGINT
@@ -133,7 +133,7 @@ class Supervisor:
         if number in STOPS:
             self._told.update(targets)
         if trainers:
-            say(f"{signal.Signals(number).name}: handed to {_count(trainers)}")
+            say(f"{signal_name(number)}: handed to {_count(trainers)}")
 
     def _tell_newcomers(self, number: int) -> None:
         """After a stop: ranks that a launcher starts again are told too, and at last what the command has left behind."""
@@ -185,7 +185,7 @@ def _send(number: int, pids: list[int]) -> None:
         except ProcessLookupError:
             continue
         except PermissionError:
-            say(f"may not send {signal.Signals(number).name} to process {pid}")
+            say(f"may not send {signal_name(number)} to process {pid}")
 
 
 def _count(pids: list[int]) -> str:

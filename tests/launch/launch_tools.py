@@ -44,7 +44,10 @@ def got(number, frame):
         os.kill(os.getpid(), signal.SIGTERM)
     if number in (signal.SIGTERM, signal.SIGINT) and end != "stay":
         sys.exit(int(end))
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+for number in (
+    signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGXCPU,
+    signal.SIGIO, signal.SIGPWR, signal.SIGVTALRM, signal.SIGPROF, signal.SIGRTMIN, signal.SIGRTMAX,
+):
     if signal.getsignal(number) != signal.SIG_IGN:
         signal.signal(number, got)
 note("ready")

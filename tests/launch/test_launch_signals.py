@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ckpt_run.signals import signal_name
 from launch_tools import (
     CKPT_RUN,
     RECORDER,
@@ -41,7 +43,22 @@ def ready(log: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP, signal.SIGINT, signal.SIGTERM]
+    "number",
+    [
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGALRM,
+        signal.SIGXCPU,
+        signal.SIGIO,
+        signal.SIGPWR,
+        signal.SIGVTALRM,
+        signal.SIGPROF,
+        signal.SIGRTMIN,
+        signal.SIGRTMAX,
+    ],
 )
 def test_every_signal_of_ours_reaches_a_single_program_once(
     sandbox: Sandbox, log: Path, number: signal.Signals
@@ -55,6 +72,43 @@ def test_every_signal_of_ours_reaches_a_single_program_once(
     code, _, err = finish(process)
     assert words_in(log, "main").count(number.name) == 1
     assert (code, err) == (0, "")
+
+
+def test_no_signal_that_can_be_caught_ends_us_and_leaves_the_program_running(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
+    ends_nobody = {"SIGCHLD", "SIGCONT", "SIGURG", "SIGWINCH"}
+    stops_a_process = {"SIGSTOP", "SIGTSTP", "SIGTTIN", "SIGTTOU"}
+    about_the_receiver = {"SIGPIPE", "SIGXFSZ", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP"}
+    left_alone = ends_nobody | stops_a_process | about_the_receiver | {"SIGKILL", "SIGSYS"}
+    ending = [number for number in signal.valid_signals() if signal_name(number) not in left_alone]
+    started = []
+    for number in ending:
+        up = f"up{int(number)}"
+        process = sandbox.start("sh", "-c", f"touch {up}; while :; do sleep 0.1; done")
+        started.append((number, up, process))
+    for number, up, process in started:
+        until((tmp_path / up).exists, up)
+        process.send_signal(number)
+    codes = {signal_name(number): finish(process)[0] for number, _, process in started}
+    assert codes == {signal_name(number): 128 + number for number in ending}
+
+
+def test_a_limit_of_our_own_processor_time_is_handed_on(sandbox: Sandbox, log: Path) -> None:
+    process = sandbox.start(sys.executable, "recorder.py", str(log), "main", "0")
+    ready(log, "main")
+    resource.prlimit(process.pid, resource.RLIMIT_CPU, (0, resource.RLIM_INFINITY))
+    until(lambda: (process.send_signal(signal.SIGUSR1), "SIGXCPU" in words_in(log, "main"))[1])
+    process.terminate()
+    assert finish(process)[0] == 0
+
+
+def test_a_program_that_dies_of_a_signal_without_a_name_is_told_with_its_number(sandbox: Sandbox) -> None:
+    done = sandbox.run("sh", "-c", f"kill -{signal.SIGRTMIN + 3} $$")
+    assert (done.returncode, "sh was killed by SIGRTMIN+3" in done.stderr) == (
+        128 + signal.SIGRTMIN + 3,
+        True,
+    )
 
 
 def test_a_program_that_ends_well_after_sigterm_is_a_success(sandbox: Sandbox, log: Path) -> None:
