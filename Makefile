@@ -45,6 +45,7 @@ test-versions: $(STAMPS)/project ## the training tests with transformers 4.57 an
 
 clean: ## remove what was built and installed here
 	rm -rf .venv .venv-* build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .cmake .ninja_deps .ninja_log .skbuild-info.json CMakeCache.txt CMakeFiles CMakeInit.txt build.ninja cmake_install.cmake
 	find runtime -name '*.so' -delete
 
 # --- what the targets above stand on --------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,14 @@ from datastates.llm.fence import FENCE
 from datastates.store.catalog import Catalog
 from datastates.store.layout import Root
 from transformers import Trainer, TrainerCallback
+
+OCCUPANT = """
+import sys
+from datastates.store.layout import Root
+from datastates.store.occupant import occupy
+print(occupy(Root.of(sys.argv[1]), "the other training"), flush=True)
+sys.stdin.read()
+"""
 
 
 def decorated(output_dir: Path, **options: Any) -> Trainer:
@@ -154,3 +164,24 @@ def test_a_snapshot_taken_at_once_holds_what_no_check_can_notice(tmp_path: Path,
             tmp_path / "out" / "concurrent_checkpoint" / f"checkpoint-{step}" / "model.safetensors"
         )
         assert torch.equal(saved["model.embed_tokens.weight"], seen[step])
+
+
+def test_a_second_training_into_the_same_directory_is_told_of_the_first_and_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    held = subprocess.Popen(
+        [sys.executable, "-c", OCCUPANT, str(tmp_path / "out")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert held.stdout is not None
+    assert held.stdout.readline() == "None\n"
+    try:
+        decorated(tmp_path / "out").train()
+    finally:
+        held.kill()
+        held.wait()
+    assert "the other training saves into" in caplog.text
+    assert committed(tmp_path / "out") == []
+    assert (tmp_path / "out" / "checkpoint-8" / "model.safetensors").exists()

@@ -170,6 +170,9 @@ class Committer:
         if error is None:
             self._journal.event("finish", step=step)
             self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
+        elif isinstance(error, KeyboardInterrupt):
+            # Somebody stopped it, nothing failed: when the process is gone the run shows as interrupted.
+            self._update_record(lambda record: record.at_step(step))
         else:
             self._journal.event("error", text=f"{type(error).__name__}: {error}")
             self._update_record(lambda record: record.at_step(step).failed())

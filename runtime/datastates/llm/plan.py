@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from datastates.llm import log, resume
 from datastates.settings import Settings
-from datastates.store import commit, last_word, layout, lineage
+from datastates.store import commit, last_word, layout, lineage, occupant
 from datastates.store.runrecord import RunRecord
 
 logger = log.logger("datastates.llm.decorator")
@@ -48,6 +49,7 @@ def decide(
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
+        _occupy(layout.Root.of(output_dir))
         commit.sweep(layout.Root.of(output_dir), attempt, spare=choice.path if choice else None)
         last_word.forget(layout.Root.of(output_dir))
         here = RunRecord.here(
@@ -72,3 +74,12 @@ def decide(
         return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
     continues = choice.lineage == mine.id and choice.kind == lineage.OURS
     return Plan(root, run_id, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)
+
+
+def _occupy(root: layout.Root) -> None:
+    name = f"process {os.getpid()} on {os.uname().nodename} ({' '.join(sys.orig_argv)})"
+    other = occupant.occupy(root, name)
+    if other is not None:
+        raise FileExistsError(
+            f"{other} saves into {root.path} now; end it, or give this training another output_dir"
+        )

@@ -24,7 +24,7 @@ from datastates.llm.save import Save
 from datastates.llm.scope import SaveScope
 from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
-from datastates.store import commit, layout
+from datastates.store import commit, layout, occupant
 from datastates.store.journal import Journal
 from datastates.store.stock import INCOMPLETE
 
@@ -361,9 +361,9 @@ class Session:
         self.running = False
         if error is not None:
             resume.train_call_failed(str(Path(self.root_as_given).parent), self.ordinal)
-        if not self.active:
-            return
-        self.wait_for_all()
-        self.active = False
-        self._committer.end(error)
-        self._journal.close()
+        if self.active:
+            self.wait_for_all()
+            self.active = False
+            self._committer.end(error)
+            self._journal.close()
+        occupant.leave(layout.Root(Path(os.path.abspath(self._plan.root))))
