@@ -95,7 +95,9 @@ def choose(
     by_itself = settings.resume == "auto" and request.trial is None and lineage.unfinished(record)
     if not (asked or required or by_itself):
         if settings.resume == "auto" and record is not None and request.trial is None:
-            logger.info("%s the last run into %s finished: this one starts from the beginning", log.PREFIX, output_dir)
+            logger.info(
+                "%s the last run into %s finished: this one starts from the beginning", log.PREFIX, output_dir
+            )
         return None
     point = catalog.resume_point(output_dir, number, on_skip=tell_skipped, crc32=crc32)
     if point is not None:
