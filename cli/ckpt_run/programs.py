@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import signal
@@ -10,7 +11,12 @@ from collections.abc import Callable, Mapping
 from ckpt_run.exits import NOT_EXECUTABLE, NOT_FOUND
 from ckpt_run.messages import shell_words
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
 SHELL = "/bin/sh"
+PR_SET_PDEATHSIG = 1
 
 
 class CannotRunError(Exception):
@@ -44,44 +50,71 @@ def find(words: list[str], env: Mapping[str, str]) -> str:
 def spawn(path: str, words: list[str], env: Mapping[str, str], mask: set[int], own_group: bool) -> int:
     """Start the program with the signal mask ``mask``, in a process group of its own or in ours; its pid.
 
+    Call it in the main thread, with the signals blocked that have a handler. The program gets SIGTERM when we end before
+    it, however we end: a training must not go on beside the one that is started after it. That covers the program itself,
+    not what it starts: the ranks of a launcher are the launcher's to end. A program with more rights than we have
+    (set-user-ID) is not told.
+
     Raises:
         CannotRunError: the kernel refuses.
     """
-    options: dict[str, object] = {
-        "setsigmask": mask,
-        "setsigdef": (
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ),  # Python ignores them for itself; a program does not expect it
-    }
-    if own_group:
-        options["setpgroup"] = 0
-    try:
-        return _with_shell(lambda file, argv: os.posix_spawn(file, argv, env, **options), path, words)  # type: ignore[arg-type]
-    except OSError as error:
-        raise _refused(words, error) from None
+    parent = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    receiver, sender = os.pipe()  # closed by exec: then there is no error to tell
+    pid = os.fork()
+    if pid == 0:
+        code = errno.EIO
+        try:
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+            if own_group:
+                os.setpgid(0, 0)
+            _reset_signals(mask)
+            if os.getppid() == parent:  # else it has ended before we asked to be told
+                _with_shell(lambda file, argv: os.execve(file, argv, env), path, words)
+        except OSError as error:
+            code = error.errno or errno.EIO
+        finally:
+            os.write(sender, str(code).encode())
+            os._exit(NOT_EXECUTABLE)
+    os.close(sender)
+    with open(receiver, "rb") as pipe:
+        failure = pipe.read()
+    if failure:
+        os.waitpid(pid, 0)
+        raise _refused(words, OSError(int(failure), os.strerror(int(failure))))
+    return pid
 
 
-def become(path: str, words: list[str], env: Mapping[str, str]) -> int:
+def _reset_signals(mask: set[int]) -> None:
+    """As a program expects it: what our parent ignores stays ignored, not what Python ignores for itself."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def become(path: str, words: list[str], env: Mapping[str, str]) -> NoReturn:
     """Replace this process by the program; does not return.
 
     Raises:
         CannotRunError: the kernel refuses.
     """
     try:
-        return _with_shell(lambda file, argv: os.execve(file, argv, env), path, words)
+        _with_shell(lambda file, argv: os.execve(file, argv, env), path, words)
     except OSError as error:
         raise _refused(words, error) from None
 
 
-def _with_shell(start: Callable[[str, list[str]], int], path: str, words: list[str]) -> int:
+def _with_shell(start: Callable[[str, list[str]], NoReturn], path: str, words: list[str]) -> NoReturn:
     """A script without a first line that names its interpreter is one for the shell."""
     try:
-        return start(path, words)
+        start(path, words)
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
-        return start(SHELL, [SHELL, path, *words[1:]])
+        start(SHELL, [SHELL, path, *words[1:]])
 
 
 def _refused(words: list[str], error: OSError) -> CannotRunError:

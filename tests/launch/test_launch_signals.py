@@ -269,6 +269,38 @@ def test_a_launcher_that_dies_leaves_no_rank_alone(sandbox: Sandbox, log: Path) 
     assert code in (137, 143)  # the launcher was killed, and we were told to stop
 
 
+def test_a_program_is_told_to_stop_when_we_are_killed(sandbox: Sandbox, log: Path) -> None:
+    process = sandbox.start(sys.executable, "recorder.py", str(log), "main", "0")
+    ready(log, "main")
+    program = int(lines(log)[0].split()[0])
+    process.kill()
+    until(lambda: not alive(program), "the program to end")
+    assert words_in(log, "main") == ["ready", "SIGTERM"]
+
+
+def test_a_restarted_program_is_told_to_stop_when_we_are_killed(sandbox: Sandbox, log: Path) -> None:
+    again = f"test -e once || {{ touch once; exit 3; }}; exec {sys.executable} recorder.py {log} main 0"
+    process = sandbox.start("--max-restarts", "1", "sh", "-c", again)
+    ready(log, "main")
+    program = int(lines(log)[0].split()[0])
+    process.kill()
+    until(lambda: not alive(program), "the program to end")
+    assert words_in(log, "main") == ["ready", "SIGTERM"]
+
+
+def test_with_exec_the_end_of_our_parent_tells_nobody_to_stop(sandbox: Sandbox, log: Path) -> None:
+    shell = f"{CKPT_RUN} --exec {sys.executable} recorder.py {log} main 0 & touch shell; wait"
+    parent = subprocess.Popen(["sh", "-c", shell], env=sandbox.env, cwd=sandbox.path, start_new_session=True)
+    ready(log, "main")
+    program = int(lines(log)[0].split()[0])
+    parent.kill()
+    parent.wait()
+    os.kill(program, signal.SIGUSR1)
+    until(lambda: "SIGUSR1" in words_in(log, "main"))
+    os.kill(program, signal.SIGKILL)
+    assert words_in(log, "main") == ["ready", "SIGUSR1"]
+
+
 # --- until the last one is gone ------------------------------------------------------------------------------------------
 
 
@@ -357,9 +389,15 @@ def test_ctrl_c_ends_a_program_as_without_us(sandbox: Sandbox) -> None:
 
 def test_ctrl_c_ends_a_shells_loop_around_us(sandbox: Sandbox) -> None:
     loop = f"for i in 1 2 3; do {CKPT_RUN} {sys.executable} sleeper.py; done; echo went on"
-    sandbox.script("sleeper.py", "import time\nopen('up', 'a').write('x')\nwhile True: time.sleep(1)")
+    sandbox.script(
+        "sleeper.py",
+        "import os, time\n"
+        "with open('up', 'a') as up: up.write('x')\n"
+        "os.makedirs('ready')\n"  # Python loses a Ctrl-C that arrives while it lets go of a file
+        "while True: time.sleep(1)",
+    )
     terminal = Terminal(sandbox, "-c", loop, program="/bin/bash")
-    until((sandbox.path / "up").exists)
+    until((sandbox.path / "ready").exists)
     terminal.type(b"\x03")
     terminal.finish()
     assert (sandbox.path / "up").read_text() == "x"
