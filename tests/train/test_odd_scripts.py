@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from datastates.llm import DecoratedCheckpointing
+from datastates.llm import DecoratedCheckpointing, resume
 from datastates.llm.fence import FENCE
 from datastates.store.catalog import Catalog
 from datastates.store.layout import Root
@@ -92,6 +92,29 @@ def test_a_script_that_changes_directory_loses_no_checkpoint(
     DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
     trainer.train()
     assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+def test_a_script_that_ends_in_another_directory_gives_its_own_back_and_may_try_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    class Leaving(FailOnce):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.chdir(tmp_path / "elsewhere")
+            super().on_step_end(args, state, control, **kwargs)
+
+    failing = Leaving(1)
+    trainer = tiny.trainer(Path("out"), callbacks=[failing])
+    DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
+    with pytest.raises(RuntimeError, match="the network is gone"):
+        trainer.train()
+    assert resume.ordinal(str(tmp_path / "out")) == 0
+    told = subprocess.run(
+        [sys.executable, "-c", OCCUPANT, str(tmp_path / "out")], input="", capture_output=True, text=True
+    )
+    assert told.stdout == "None\n"
 
 
 def test_where_no_thread_can_be_had_saves_are_synchronous_and_training_goes_on(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -32,13 +31,15 @@ logger = log.logger("datastates.llm.decorator")
 class Committer:
     """Finishes saves on their threads. The committing rank is 0; every rank votes."""
 
-    def __init__(self, trainer: Any, settings: Settings, place: Ranks, plan: Plan, journal: Journal) -> None:
+    def __init__(
+        self, trainer: Any, settings: Settings, place: Ranks, plan: Plan, root: Root, journal: Journal
+    ) -> None:
         self._trainer = trainer
         self._settings = settings
         self._ranks = place
         self._plan = plan
         self._journal = journal
-        self._root = Root(Path(os.path.abspath(plan.root)))
+        self._root = root
         self._record_lock = threading.Lock()
         self._cleaning = threading.Lock()
 

@@ -45,13 +45,14 @@ def decide(
     attempt, lineage_id = lineage.new_id(), lineage.new_id()
     run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
     output_dir = str(Path(root).parent)
+    place = layout.Root.of(output_dir)
     choice = None
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
-        _occupy(layout.Root.of(output_dir))
-        commit.sweep(layout.Root.of(output_dir), attempt, spare=choice.path if choice else None)
-        last_word.forget(layout.Root.of(output_dir))
+        _occupy(place)
+        commit.sweep(place, attempt, spare=choice.path if choice else None)
+        last_word.forget(place)
         here = RunRecord.here(
             run_id=run_id,
             attempt=attempt,
@@ -63,7 +64,7 @@ def decide(
         mine, here = lineage.begin(
             record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
         )
-        here.write(layout.Root.of(output_dir))
+        here.write(place)
     except resume.NothingToResumeError as error:
         return error
     except Exception as error:

@@ -35,7 +35,9 @@ class Session:
     """The saves of one ``train()`` call on this rank. Used by the main thread; saves finish on their own threads."""
 
     def __init__(self, trainer: Any, settings: Settings, place: ranks.Ranks, plan: Plan) -> None:
-        self.root = os.path.abspath(plan.root)
+        # Settled once: a script may change directory before this session ends.
+        self._root = layout.Root(Path(os.path.abspath(plan.root)))
+        self.root = str(self._root.path)
         self.root_as_given = plan.root
         self.ordinal = plan.ordinal
         self.resume_path = plan.resume_path
@@ -88,10 +90,9 @@ class Session:
 
     def _open(self) -> str:
         """Get ready to save; why that cannot be, "" when it can."""
-        root = layout.Root(Path(self.root))
         try:
             self._engine = host_cache.engine(self._settings, self._ranks)
-            self._journal = Journal(root, self._ranks.rank, self._plan.run_id, self._plan.attempt)
+            self._journal = Journal(self._root, self._ranks.rank, self._plan.run_id, self._plan.attempt)
         except OSError as error:
             return str(error)
         intercept.install()
@@ -109,7 +110,9 @@ class Session:
             resume_step=self._plan.resume_step,
             max_steps=self._trainer.args.max_steps,
         )
-        self._committer = Committer(self._trainer, self._settings, self._ranks, self._plan, self._journal)
+        self._committer = Committer(
+            self._trainer, self._settings, self._ranks, self._plan, self._root, self._journal
+        )
         return ""
 
     def _leave_it_to_trainer(self, obstacle: str) -> None:
@@ -166,7 +169,7 @@ class Session:
             )
 
     def _run_scope(self, step: int, number: int, original: Callable[[], None]) -> Save | None:
-        directory = layout.Root(Path(self.root)).checkpoint(step)
+        directory = self._root.checkpoint(step)
         scope = SaveScope(directory.path, self._still())
         try:
             with self._scope(scope, directory):
@@ -360,10 +363,10 @@ class Session:
         """``train()`` has returned, or raised ``error``: wait for what is in flight and leave the marker."""
         self.running = False
         if error is not None:
-            resume.train_call_failed(str(Path(self.root_as_given).parent), self.ordinal)
+            resume.train_call_failed(str(self._root.path.parent), self.ordinal)
         if self.active:
             self.wait_for_all()
             self.active = False
             self._committer.end(error)
             self._journal.close()
-        occupant.leave(layout.Root(Path(os.path.abspath(self._plan.root))))
+        occupant.leave(self._root)
