@@ -91,10 +91,12 @@ def registered(folder: str | None) -> dict[int, str]:
             paths = {int(entry.name): entry.path for entry in entries if entry.name.isdecimal()}
     except OSError:
         return found
+    from datastates.store.regular import open_descriptor
+
     for pid, path in paths.items():
         with (
             contextlib.suppress(OSError),  # no file of the hook's
-            open(path, encoding="utf-8", errors="surrogateescape") as file,
+            open(path, encoding="utf-8", errors="surrogateescape", opener=open_descriptor) as file,
         ):
             found[pid] = file.read()
     return found

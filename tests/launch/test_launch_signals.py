@@ -228,7 +228,8 @@ def test_what_is_no_registration_in_the_hooks_folder_keeps_no_signal_from_the_tr
 ) -> None:
     others = (
         "import os\nfolder = os.environ['CKPT_RUN_PROCESSES']\n"
-        "os.mkdir(folder + '/1')\nos.symlink('nowhere', folder + '/2')\nopen(folder + '/\u00b2', 'w').close()\n"
+        "os.mkdir(folder + '/1')\nos.symlink('nowhere', folder + '/2')\nos.mkfifo(folder + '/3')\n"
+        "open(folder + '/\u00b2', 'w').close()\n"
     )
     process = sandbox.start(sys.executable, sandbox.script("train.py", others + REGISTERED), str(log))
     ready(log, "trainer", "worker0")

@@ -5,6 +5,7 @@ Standard library only, so that ``ckpt-run status`` starts at once; nothing here 
 =============== ==========================================================================================
 layout          names and paths
 document        JSON files that carry a checksum of themselves, and how strictly they are read
+regular         files found on disk are opened without waiting for what is none
 durable         writes that survive a power cut
 checksums       CRC-32 of files, in ranges and in parallel
 manifest        votes, manifests, abandonments

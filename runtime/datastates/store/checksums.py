@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from datastates.store.regular import open_descriptor
+
 Crc32 = Callable[[memoryview, int], int]
 """``crc32(data, value)`` with zlib's meaning."""
 
@@ -61,7 +63,7 @@ def crc32_of_range(path: Path, start: int, length: int, crc32: Crc32) -> int:
         EOFError: the file ends before that.
         OSError: it cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = open_descriptor(path, os.O_RDONLY)
     try:
         return _checksum(descriptor, start, length, crc32)
     finally:

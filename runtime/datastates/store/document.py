@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
+
+from datastates.store.regular import open_regular
 
 MAX_BYTES = 256 << 20
 """No document of ours comes near; what is larger is not read."""
@@ -93,9 +93,7 @@ def read_bytes(file: Path) -> bytes:
         ManifestError: it is no regular file, too large, or cannot be read.
     """
     try:
-        with open(file, "rb", opener=_open_without_waiting) as stream:
-            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise ManifestError(file, "is not a regular file")
+        with open_regular(file) as stream:
             data = stream.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{file}: No such file") from None
@@ -178,11 +176,6 @@ class Fields:
         if not isinstance(value, dict):
             self.fail(where, "is not an object")
         return Fields(value, self._file, f"{self._where}{where}.")
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    """``flags`` are those of ``open``, close-on-exec among them. A directory is refused by ``open`` itself."""
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

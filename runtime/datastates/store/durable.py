@@ -10,6 +10,8 @@ import errno
 import os
 from pathlib import Path
 
+from datastates.store.regular import open_descriptor
+
 _NO_DIRECTORY_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}
 
 
@@ -51,7 +53,7 @@ def make_directories(path: Path) -> None:
 
 def fsync_file(path: Path) -> None:
     """Make a file durable that somebody else wrote."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    descriptor = open_descriptor(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         os.fsync(descriptor)
     finally:

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from datastates.store.launches import LaunchRecord, note_output_dir
 from datastates.store.layout import Root
+from datastates.store.regular import open_descriptor, open_regular
 from datastates.store.runrecord import Lineage, RunRecord
 
 __all__ = [
@@ -123,14 +124,14 @@ class Journal:
         with contextlib.suppress(FileNotFoundError):
             if self._path.stat().st_size > ROTATE_BYTES:
                 self._path.replace(self._path.with_suffix(".jsonl.old"))
-        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = open_descriptor(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         size = os.fstat(descriptor).st_size
         self._torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         return descriptor
 
 
 def read_events(root: Root) -> list[Event]:
-    """Every rank's events in order of time. Lines that are no events are passed over; empty when there is no journal.
+    """Every rank's events in order of time. What is no event, or no file, is passed over; empty when there is no journal.
 
     Raises:
         OSError: a journal is there but cannot be read.
@@ -141,7 +142,7 @@ def read_events(root: Root) -> list[Event]:
 
 def events(path: Path, rank: int) -> Iterator[Event]:
     """The events of one file."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for line in stream:
             event = _parse(line, rank)
             if event:
@@ -153,7 +154,7 @@ def _journals(root: Root) -> list[tuple[int, Path]]:
         matches = [(_EVENTS.fullmatch(path.name), path) for path in root.run_dir.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    return sorted((int(match[1]), path) for match, path in matches if match and path.is_file())
 
 
 def _parse(line: bytes, rank: int) -> Event | None:

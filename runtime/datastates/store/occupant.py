@@ -14,6 +14,7 @@ import os
 
 from datastates.store.durable import make_directories
 from datastates.store.layout import Root
+from datastates.store.regular import open_descriptor
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 _LONGEST_NAME = 4096
@@ -38,7 +39,7 @@ def occupy(root: Root, name: str) -> str | None:
         descriptor, users = _held[path]
         _held[path] = descriptor, users + 1
         return None
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         other = _lock(descriptor)
         if other is None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from datastates.store.layout import directories, step_of
+from datastates.store.regular import open_regular
 
 INCOMPLETE = "checkpoint-is-incomplete.txt"
 """Trainer's own mark while it saves on a signal."""
@@ -49,7 +50,7 @@ def stock_problem(path: Path) -> str | None:
 def global_step(path: Path) -> int | None:
     """The step that a checkpoint's trainer_state.json tells; None when it does not."""
     try:
-        state = json.loads((path / "trainer_state.json").read_bytes())
+        state = json.loads(_content(path / "trainer_state.json"))
         step = state["global_step"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
@@ -93,24 +94,31 @@ def _missing_weights(path: Path) -> Iterator[str]:
 
 def _shards(index: Path) -> list[str]:
     try:
-        return sorted({str(name) for name in json.loads(index.read_bytes())["weight_map"].values()})
+        return sorted({str(name) for name in json.loads(_content(index))["weight_map"].values()})
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return ["the list of weights"]
 
 
 def _file_problem(path: Path) -> str | None:
-    if not path.is_file():
+    if path.suffix not in {".safetensors", *_TORCH}:
         return None
+    if not path.exists():
+        return "leads nowhere"
+    if not path.is_file():
+        return "is not a regular file"
     if path.suffix == ".safetensors":
         return _safetensors_problem(path)
-    if path.suffix in _TORCH:
-        return _torch_problem(path)
-    return None
+    return _torch_problem(path)
+
+
+def _content(path: Path) -> bytes:
+    with open_regular(path) as stream:
+        return stream.read()
 
 
 def _safetensors_problem(path: Path) -> str | None:
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         prefix = stream.read(8)
         if len(prefix) < 8:
             return f"has only {size} bytes"
@@ -130,7 +138,7 @@ def _safetensors_problem(path: Path) -> str | None:
 def _torch_problem(path: Path) -> str | None:
     """A zip must end with its directory; an older torch file is a pickle, of which only the first byte is known."""
     size = path.stat().st_size
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         start = stream.read(4)
         stream.seek(max(0, size - _ZIP_TAIL))
         tail = stream.read()
