@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import sharding
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
@@ -65,9 +66,11 @@ def trainer(
 ) -> Trainer:
     """A Trainer on the tiny Llama (or ``model``); ``changes`` go to TrainingArguments."""
     data = data or Tokens()
+    args = arguments(output_dir, **changes)
+    sharding.settle(args)
     return cls(
         model=model if model is not None else llama(),
-        args=arguments(output_dir, **changes),
+        args=args,
         train_dataset=data,
         eval_dataset=data,
         callbacks=callbacks,

@@ -19,6 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import faults  # noqa: E402
+import sharding  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
@@ -71,17 +72,18 @@ class Log(TrainerCallback):
 
 
 def fingerprint(trainer: Trainer) -> str:
-    """Of every bit of the model."""
+    """Of every bit of the model, or of this rank's part of it where it is sharded."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(trainer.model.state_dict().items()):
+    for name, tensor in sorted(sharding.parts(trainer.model).items()):
         digest.update(name.encode())
-        digest.update(tensor.detach().contiguous().numpy().tobytes())
+        digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
 def main(job: Job) -> None:
     rank = os.environ.get("RANK", "0")
     log = Log(f"{job.log}-rank{rank}.jsonl", job.pause)
+    sharding.prepare(job.arguments)
     trainer = tiny.trainer(
         Path(job.output_dir),
         model=tiny.llama(**job.model),
@@ -89,6 +91,7 @@ def main(job: Job) -> None:
         callbacks=[log],
         **job.arguments,
     )
+    sharding.finish(trainer)
     if job.decorated:
         from datastates.llm import DecoratedCheckpointing
 

@@ -1,0 +1,87 @@
+"""Sharded trainings on CPU ranks: what accelerate and Trainer refuse to set up there, and nothing else.
+
+Neither sets up DeepSpeed or FSDP for several ranks without accelerators. The patches stand here, in the tests' own harness, each with its
+reason; the product has none of them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+ZERO: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "bf16": {"enabled": "auto"},
+}
+"""A DeepSpeed configuration without its zero_optimization; torch's AdamW, since DeepSpeed's own would have to be compiled."""
+
+
+def zero(stage: int, changes: dict[str, Any] | None = None, **zero_optimization: Any) -> dict[str, Any]:
+    """Training arguments for ZeRO ``stage``; ``changes`` go to the configuration's top level."""
+    configuration = {**ZERO, "zero_optimization": {"stage": stage, **zero_optimization}, **(changes or {})}
+    return {"deepspeed": configuration, "use_cpu": False, "optim": "adamw_torch"}
+
+
+def fsdp(version: int = 2, state_dict_type: str = "SHARDED_STATE_DICT", **changes: Any) -> dict[str, Any]:
+    """Training arguments for FSDP; ``changes`` go to ``fsdp_config``."""
+    configuration: dict[str, Any] = {
+        "version": version,
+        "fsdp_version": version,
+        "state_dict_type": state_dict_type,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        **({"sync_module_states": False} if version == 1 else {}),
+        **changes,
+    }
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": configuration}
+
+
+def prepare(arguments: dict[str, Any]) -> None:
+    """Before TrainingArguments: ranks of a DeepSpeed training on CPUs find each other."""
+    if "deepspeed" not in arguments:
+        return
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # accelerate has no backend for CPU ranks unless cpu=True, which disables DeepSpeed; each rank would believe to be alone.
+        PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    import deepspeed.runtime.zero.stage_1_and_2 as zero_1_and_2
+
+    # gloo writes into views of a tensor that autograd follows, which torch 2.13 refuses.
+    zero_1_and_2.all_gather_dp_groups = torch.no_grad()(zero_1_and_2.all_gather_dp_groups)
+
+
+def settle(args: Any) -> None:
+    """Between TrainingArguments and Trainer: accelerate takes the gloo ranks for ones that it can shard over."""
+    if not args.fsdp:
+        return
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+
+
+def finish(trainer: Any) -> None:
+    """After the Trainer was built: FSDP on CPU is what it shall believe in."""
+    if trainer.args.fsdp:
+        trainer.args.use_cpu = True
+
+
+def parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's part of every parameter and buffer: all of it where nothing is sharded."""
+    found = dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_tensor"):
+            found[name] = parameter.ds_tensor
+    return {
+        name: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).reshape(-1)
+        for name, tensor in found.items()
+    }
