@@ -19,7 +19,7 @@ def committed(step: int, lineage: str = "lineage1") -> Checkpoint:
     return Checkpoint(step, Path(f"/out/concurrent_checkpoint/checkpoint-{step}"), manifest)
 
 
-def going(checkpoints: list[Checkpoint], limit: int | None, best: str | None = None) -> list[int]:
+def going(checkpoints: list[Checkpoint], limit: int | None, *best: str) -> list[int]:
     return [item.step for item in retention.expendable(checkpoints, limit, best, lineage="lineage1")]
 
 
@@ -28,21 +28,21 @@ def going(checkpoints: list[Checkpoint], limit: int | None, best: str | None = N
 def test_the_newest_and_the_best_always_stay_and_the_limit_is_kept(
     own: list[int], limit: int | None, data: st.DataObject
 ) -> None:
-    best = data.draw(st.none() | st.sampled_from(own)) if own else None
+    best = data.draw(st.sets(st.sampled_from(own), max_size=3)) if own else set()
     others = [committed(step, "older") for step in data.draw(steps)]
     damaged = [Checkpoint(step, Path(f"/x/checkpoint-{step}"), None, "damaged") for step in data.draw(steps)]
     own_checkpoints = [committed(step) for step in own]
     mixed = data.draw(st.permutations(own_checkpoints + others + damaged))
-    gone = retention.expendable(mixed, limit, f"checkpoint-{best}" if best else None, lineage="lineage1")
+    gone = retention.expendable(mixed, limit, [f"checkpoint-{step}" for step in best], lineage="lineage1")
     assert all(item in own_checkpoints for item in gone)
     left = [item.step for item in own_checkpoints if item not in gone]
     if own:
         assert max(own) in left
-        assert best is None or best in left
+        assert best <= set(left)
     if limit is None or limit <= 0:
         assert gone == []
     else:
-        protected = {max(own), best} - {None} if own else set()
+        protected = {max(own)} | best if own else set()
         assert len(left) == min(len(own), max(limit, len(protected)))
         assert all(step > item.step for item in gone for step in left if step not in protected)
 
@@ -63,6 +63,12 @@ def test_the_best_is_recognised_however_its_path_is_spelled(best: str) -> None:
 
 def test_a_limit_of_one_keeps_both_when_the_best_is_not_the_newest() -> None:
     assert going([committed(step) for step in (100, 9, 20)], 1, "checkpoint-20") == [9]
+
+
+def test_two_that_may_be_the_best_both_stay_and_count_towards_the_limit() -> None:
+    checkpoints = [committed(step) for step in (9, 15, 20, 100)]
+    assert going(checkpoints, 3, "checkpoint-9", "checkpoint-20") == [15]
+    assert going(checkpoints, 4, "checkpoint-9", "checkpoint-20") == []
 
 
 def test_what_is_not_committed_neither_counts_nor_goes(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The end of a save: this rank's vote, and on the committing rank the commit and what follows from it."""
+"""The end of a save: this rank's vote, and on the committing rank the commit."""
 
 from __future__ import annotations
 
@@ -144,51 +144,6 @@ class Committer:
         except OSError as trouble:  # then the others wait until their time limit
             logger.debug("%s the other ranks cannot be told: %s", log.PREFIX, trouble)
 
-    # -- the run's record, which rank 0 keeps -----------------------------------------------------------------------------
-
-    def committed_bytes(self) -> int:
-        """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
-        manifests = [
-            checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed
-        ]
-        return sum(
-            manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage
-        )
-
-    def begin_lineage(self, plan: Plan) -> None:
-        """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
-        self._plan = plan
-
-        def renamed(record: RunRecord) -> RunRecord:
-            mine = replace(record.lineages[plan.ordinal], id=plan.lineage)
-            return replace(record, attempt=plan.attempt).with_lineage(plan.ordinal, mine)
-
-        self._update_record(renamed)
-
-    def end(self, error: BaseException | None) -> None:
-        """``train()`` returned, or raised ``error``: the marker by which a later launch knows whether the run finished."""
-        step = self._trainer.state.global_step
-        if error is None:
-            self._journal.event("finish", step=step)
-            self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
-        elif isinstance(error, KeyboardInterrupt):
-            # Somebody stopped it, nothing failed: when the process is gone the run shows as interrupted.
-            self._update_record(lambda record: record.at_step(step))
-        else:
-            self._journal.event("error", text=f"{type(error).__name__}: {error}")
-            self._update_record(lambda record: record.at_step(step).failed())
-
-    def _update_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        if not self.commits:
-            return
-        try:
-            with self._record_lock:
-                record = RunRecord.read(self._root)
-                if record is not None:
-                    change(record).write(self._root)
-        except (OSError, ManifestError, KeyError) as trouble:
-            logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
-
     def _vote(self, step: int, number: int, files: tuple[FileEntry, ...], error: str | None) -> Vote:
         return Vote(
             attempt=self._plan.attempt,
@@ -201,26 +156,6 @@ class Committer:
             files=files,
             error=error,
         )
-
-    def _after_commit(self, directory: CheckpointDir, best: str | None) -> None:
-        """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands.
-
-        Two checkpoints may be the best: training has gone on since the save, and what it now holds for the best may never be committed.
-        """
-        limit = self._trainer.args.save_total_limit
-        now_best = self._trainer.state.best_model_checkpoint
-        protected = {Path(path).name for path in (best, now_best) if path is not None}
-        try:
-            with self._cleaning:
-                if self._settings.keep_trainer_saves:
-                    output_dir = self._root.path.parent
-                    mirror.trainer_save(directory, output_dir, self._plan.attempt, limit, protected)
-                checkpoints = Catalog(self._root).checkpoints()
-                for old in retention.expendable(checkpoints, limit, now_best, lineage=self._plan.lineage):
-                    if old.path.name not in protected:
-                        retention.remove(old)
-        except OSError as trouble:
-            logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
 
     def _report(self, save: Save, outcome: Outcome) -> None:
         seconds = time.time() - save.began
