@@ -184,8 +184,20 @@ def test_every_file_is_durable_before_the_manifest_has_its_name(
     monkeypatch.setattr(os, "fsync", spy)
     commit.publish(checkpoint, [vote(checkpoint, FILES)])
     unvoted = {checkpoint.path / name for name in BY_STOCK}
-    holding = {checkpoint.path / "sub", checkpoint.path, root.path, root.path.parent}
+    holding = {checkpoint.path / "sub", checkpoint.path, root.path, *root.path.parents}
+    holding = {path for path in holding if path.stat().st_dev == root.path.stat().st_dev}
     assert unvoted | holding <= synced
+
+
+def test_making_a_checkpoints_directory_waits_for_no_disk(
+    root: Root, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    root.checkpoint(10).prepare()
+    root.checkpoint(10).prepare()
+    assert root.checkpoint(10).private.is_dir()
+    assert synced == []
 
 
 @pytest.mark.parametrize("kind", ["missing", "short", "long", "a directory", "a pipe"])

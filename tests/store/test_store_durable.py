@@ -4,10 +4,13 @@ import os
 import resource
 import signal
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
-from datastates.store.durable import make_directories, write_durably
+from datastates.store.durable import fsync_ancestors, make_directories, write_durably
+
+NOBODY = 65534
 
 
 def in_child(work) -> int:  # type: ignore[no-untyped-def]
@@ -93,6 +96,27 @@ def test_directories_are_made_by_many_at_once(tmp_path: Path) -> None:
         pids.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
     assert target.is_dir()
+
+
+def test_a_directory_above_that_we_may_not_read_is_left_to_its_owner() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name)
+        (path / "closed/out").mkdir(parents=True)
+
+        def somebody_else() -> int:
+            if os.geteuid() == 0:  # root may open every directory
+                os.setuid(NOBODY)
+            with pytest.raises(PermissionError):
+                os.listdir(path / "closed")
+            fsync_ancestors(path / "closed/out")
+            return 7
+
+        path.chmod(0o755)
+        (path / "closed").chmod(0o311)
+        try:
+            assert in_child(somebody_else) == 7
+        finally:
+            (path / "closed").chmod(0o755)
 
 
 def test_a_file_in_the_place_of_a_directory_is_a_clear_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ may die at any point; disks may fill up, and mounts may die. Nothing is assumed 
 files in ``checkpoint-N/.ckpt/``. At the start of ``train()`` all ranks have agreed on the *attempt*, a random id; the *save* is the running
 number of a save within it. Both are in every document, so an answer from another time is never mistaken for one.
 
-1. Every rank makes ``.ckpt/`` (:meth:`CheckpointDir.prepare`) and writes its files under temporary names in it. *On disk: a directory
+1. Every rank makes ``.ckpt/`` (:meth:`CheckpointDir.prepare`, which waits for no disk) and writes its files under temporary names in it. *On disk: a directory
    without a manifest. It is not a checkpoint; no reader takes it for one.*
 2. A rank's files are durable: they are renamed to their final names, and the directories fsynced. *Still no manifest.*
 3. The rank votes (:func:`cast_vote`): ``rank-R.json`` names its files, sizes and checksums, or carries an error. A vote is durable before
@@ -13,7 +13,8 @@ number of a save within it. Both are in every document, so an answer from anothe
 4. The committer waits for every vote (:func:`collect_votes`). An error vote, a missing vote after the time limit, or two votes that
    disagree about a file end the save: :class:`CommitAbandoned`.
 5. The committer publishes (:func:`publish`): it looks at every file the votes name; makes the files durable that stock code wrote by
-   itself, and adds them with their checksums; fsyncs the directories up to the output directory; and only then gives the manifest its name.
+   itself, and adds them with their checksums; fsyncs the directories, those above the output directory too, the first time; and only then
+   gives the manifest its name.
    **That rename is the commit.** Killed before it, there is no checkpoint; killed after it, there is a whole one.
 6. Or it gives up (:func:`abandon`): ``abandoned.json`` says why, so that every wait ends (:func:`wait_outcome`). A committer that died says
    nothing; then waits end by their own time limit.
@@ -24,6 +25,7 @@ number of a save within it. Both are in every document, so an answer from anothe
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
 import time
@@ -33,6 +35,7 @@ from pathlib import Path
 
 from datastates.store.checksums import Crc32, crc32_of_range
 from datastates.store.durable import (
+    fsync_ancestors,
     fsync_directory,
     fsync_file,
     make_directories,
@@ -374,16 +377,23 @@ def _take_in(checkpoint: CheckpointDir, name: str, crc32: Crc32) -> dict[str, Fi
 
 
 def _fsync_directories(checkpoint: CheckpointDir, paths: Iterable[str]) -> None:
-    """Every directory that holds a file, up to the output directory: a name is durable when its directory is."""
+    """Every directory that holds a file, and those above: a name is durable when its directory is."""
     inside = {
         parent
         for path in paths
         for parent in (checkpoint.path / path).parents
         if parent.is_relative_to(checkpoint.path)
     }
-    above = {checkpoint.path, checkpoint.path.parent, checkpoint.path.parent.parent}
-    for directory in sorted(inside | above, reverse=True):
+    output_dir = checkpoint.path.parent.parent
+    for directory in sorted({*inside, checkpoint.path, checkpoint.path.parent, output_dir}, reverse=True):
         fsync_directory(directory)
+    _fsync_above(output_dir)
+
+
+@functools.cache
+def _fsync_above(output_dir: Path) -> None:
+    """Trainer makes the output directory and does not fsync. Once in a process: nobody makes them again."""
+    fsync_ancestors(output_dir)
 
 
 def _outcome(checkpoint: CheckpointDir, attempt: str, save: int) -> str | None:

@@ -6,6 +6,7 @@ the machine at any point. Modes follow the umask.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -70,6 +71,22 @@ def fsync_directory(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def fsync_ancestors(path: Path) -> None:
+    """Make the name of a directory durable, and those of the directories that it lies in, as far as its file system goes.
+
+    What we may not open for reading belongs to somebody else, who made it long ago.
+
+    Raises:
+        OSError: a directory cannot be made durable.
+    """
+    device = path.stat().st_dev
+    for directory in path.resolve().parents:
+        if directory.stat().st_dev != device:
+            return
+        with contextlib.suppress(PermissionError):
+            fsync_directory(directory)
 
 
 def _write_new(path: Path, data: bytes, mode: int) -> None:

@@ -22,8 +22,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from datastates.store.durable import make_directories
-
 CHECKPOINT_ROOT = "concurrent_checkpoint"
 PRIVATE = ".ckpt"
 ASIDE = ".aside"
@@ -77,8 +75,11 @@ class CheckpointDir:
         return self.private / f"{attempt}-{n}.part"
 
     def prepare(self) -> None:
-        """Make the directory and its private folder, durably. A folder without the private one is never deleted as a leftover."""
-        make_directories(self.private)
+        """Make the directory and its private folder, at once: the commit makes their names durable, and nothing needs that before.
+
+        A directory without the private one is never deleted as a leftover.
+        """
+        self.private.mkdir(parents=True, exist_ok=True)
 
     def relative(self, path: str | os.PathLike[str]) -> str:
         """The name of a file of this checkpoint as votes and manifests spell it.
