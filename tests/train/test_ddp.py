@@ -23,6 +23,7 @@ BEST: dict[str, Any] = {
 }
 STOCK = "transformers.trainer:Trainer"
 SESSION = "datastates.llm.session:Session"
+SUBMIT = "datastates.llm.saver:Saver._submit"
 
 
 def job(directory: Path, **changes: Any) -> Job:
@@ -95,8 +96,8 @@ FAILURES: dict[str, list[dict[str, Any]]] = {
         {"at": "datastates.engine.engine:Engine.submit", "do": "EIO", "nth": 2, "times": 1, "rank": 1}
     ],
     "the native writer of rank 1": [
-        {"at": f"{SESSION}._submit", "do": "limit", "amount": 5000, "nth": 2, "times": 1, "rank": 1},
-        {"at": f"{SESSION}._submit", "do": "unlimit", "nth": 3, "rank": 1},
+        {"at": SUBMIT, "do": "limit", "amount": 5000, "nth": 2, "times": 1, "rank": 1},
+        {"at": SUBMIT, "do": "unlimit", "nth": 3, "rank": 1},
     ],
     "stock code on rank 1": [
         {"at": f"{STOCK}._save_rng_state", "do": "ENOSPC", "nth": 2, "times": 1, "rank": 1}

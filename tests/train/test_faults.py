@@ -173,7 +173,7 @@ def test_a_disk_that_is_full_when_training_begins_is_told_and_training_runs(
 
 def test_a_limit_of_the_file_size_costs_checkpoints_only(tmp_path: Path) -> None:
     """As a full disk, for machines on which nothing can be mounted."""
-    submit = "datastates.llm.session:Session._submit"
+    submit = "datastates.llm.saver:Saver._submit"
     faults = [
         {"at": submit, "do": "limit", "amount": 100_000, "nth": 2, "times": 1},
         {"at": submit, "do": "unlimit", "nth": 3},

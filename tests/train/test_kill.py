@@ -22,7 +22,7 @@ TICKET = "datastates.engine.engine:Ticket"
 
 # Where the process dies at the third save, the one of step 6; and the newest commit then.
 PHASES: dict[str, tuple[dict[str, Any], int]] = {
-    "before anything of it is written": ({"at": "datastates.llm.session:Session._run_scope"}, 4),
+    "before anything of it is written": ({"at": "datastates.llm.saver:Saver.save"}, 4),
     "while stock code writes": ({"at": "transformers.trainer:Trainer._save_rng_state"}, 4),
     "when the images are collected": ({"at": "datastates.llm.scope:SaveScope.collect", "when": "after"}, 4),
     "staging": ({"at": "datastates.engine.engine:Engine.submit", "when": "after"}, 4),

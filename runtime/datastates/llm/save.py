@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 
 from datastates.engine import Ticket
 from datastates.llm import log
 from datastates.llm.fence import FENCE
 from datastates.llm.still import StillTensor
+from datastates.store.layout import CheckpointDir
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -37,7 +40,7 @@ class Save:
     """One save; ``settle``, ``note_stall`` and ``wait`` may be called by any thread.
 
     Args:
-        step: the Trainer's global step.
+        directory: the checkpoint.
         number: which save of the attempt it is; the same on every rank.
         ticket: the engine's side of it.
         late: the tensors that are copied late.
@@ -45,12 +48,13 @@ class Save:
         note: records an event of the journal.
         best: path of the best checkpoint when this one was saved.
         before: the save before this one, which is to be committed first.
+        pointers: small files that name this checkpoint as one to load, written only with the commit: content by path.
         torn: is told the names of tensors that did not hold still.
     """
 
     def __init__(
         self,
-        step: int,
+        directory: CheckpointDir,
         number: int,
         ticket: Ticket,
         late: list[StillTensor],
@@ -59,12 +63,15 @@ class Save:
         note: Callable[..., object],
         best: str | None = None,
         before: Save | None = None,
+        pointers: Mapping[Path, bytes] = MappingProxyType({}),
     ) -> None:
-        self.step = step
+        self.directory = directory
+        self.step = directory.step
         self.number = number
         self.ticket = ticket
         self.best = best
         self.before = before
+        self._pointers = pointers
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
         self.outcome: Outcome | None = None
@@ -75,7 +82,20 @@ class Save:
         self._settling = threading.Lock()
         self._settled = False
         self._done = threading.Event()
-        self._thread = threading.Thread(target=self._carry_out, name=f"checkpoint-{step}", daemon=True)
+        self._thread = threading.Thread(target=self._carry_out, name=directory.path.name, daemon=True)
+
+    @property
+    def pointers_inside(self) -> dict[Path, bytes]:
+        """Those that are files of the checkpoint."""
+        return {
+            path: text for path, text in self._pointers.items() if path.is_relative_to(self.directory.path)
+        }
+
+    @property
+    def pointers_outside(self) -> dict[Path, bytes]:
+        """Those beside it: they name it when it is committed."""
+        inside = self.pointers_inside
+        return {path: text for path, text in self._pointers.items() if path not in inside}
 
     def start(self) -> None:
         """Go on in the background; where no thread can be had, to the end and on this one."""
@@ -83,7 +103,7 @@ class Save:
         try:
             self._thread.start()
         except RuntimeError as error:
-            logger.warning("%s checkpoint-%d is saved synchronously: %s", log.PREFIX, self.step, error)
+            logger.warning("%s %s is saved synchronously: %s", log.PREFIX, self.directory.path.name, error)
             self._carry_out()
 
     def settle(self) -> None:
@@ -125,7 +145,7 @@ class Save:
             self.ticket.wait()
             self.outcome = self._finish(self, str(self.ticket.error) if self.ticket.error else None)
         except Exception as error:
-            logger.exception("%s checkpoint-%d was given up", log.PREFIX, self.step)
+            logger.exception("%s %s was given up", log.PREFIX, self.directory.path.name)
             self.outcome = Outcome(False, f"{type(error).__name__}: {error}")
         finally:
             self.before = None

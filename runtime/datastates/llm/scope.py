@@ -20,6 +20,8 @@ from datastates.engine.image import FileImage
 from datastates.llm import log
 from datastates.llm.still import StillTensor
 
+_POINTERS = ("latest",)
+"""Files by which a tool (DeepSpeed) finds what to load. They may appear only with the commit."""
 _WEIGHTS = ("model", "pytorch_model", "adapter_model")
 
 logger = log.logger("datastates.llm.decorator")
@@ -68,6 +70,16 @@ class SaveScope:
                 os.unlink(path)
                 pending.append((path, image))
         return sorted(pending, key=lambda item: _is_weights(item[0]))
+
+    def hold_back(self) -> dict[Path, bytes]:
+        """Take away the pointers that were written into the directory: their content by path, for the commit to write."""
+        held = {}
+        for name in _POINTERS:
+            path = Path(self._prefix) / name
+            if path.is_file():
+                held[path] = path.read_bytes()
+                path.unlink()
+        return held
 
     def discard(self) -> None:
         """Remove what is left of a scope that failed."""

@@ -1,0 +1,108 @@
+"""What a Trainer's commits entail: its own copy, the old checkpoints that go, and the run's record, which rank 0 keeps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from datastates.llm import log, mirror
+from datastates.llm.save import Save
+from datastates.settings import Settings
+from datastates.store import retention
+from datastates.store.catalog import Catalog
+from datastates.store.journal import Journal
+from datastates.store.layout import Root
+from datastates.store.manifest import ManifestError
+from datastates.store.runrecord import RunRecord
+
+if TYPE_CHECKING:
+    from datastates.llm.plan import Plan
+
+logger = log.logger("datastates.llm.decorator")
+
+
+class Housekeeping:
+    """Of one ``train()`` call. ``after_commit`` runs on the saves' threads, everything else on the main thread.
+
+    Args:
+        leads: whether this rank keeps the record.
+    """
+
+    def __init__(
+        self, trainer: Any, settings: Settings, leads: bool, plan: Plan, root: Root, journal: Journal
+    ) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._leads = leads
+        self._plan = plan
+        self._root = root
+        self._journal = journal
+        self._record_lock = threading.Lock()
+        self._cleaning = threading.Lock()
+
+    def after_commit(self, save: Save) -> None:
+        """Trainer's own copy first, then the old ones go. A failure here costs no checkpoint: it is told, the commit stands.
+
+        Two checkpoints may be the best: training has gone on since the save, and what it now holds for the best may never be committed.
+        """
+        self._update_record(lambda record: record.at_step(max(record.step, save.step)))
+        directory = save.directory
+        limit = self._trainer.args.save_total_limit
+        now_best = self._trainer.state.best_model_checkpoint
+        kept = {Path(path).name for path in (save.best, now_best) if path is not None}
+        try:
+            with self._cleaning:
+                if self._settings.keep_trainer_saves:
+                    output_dir = self._root.path.parent
+                    mirror.trainer_save(directory, output_dir, self._plan.attempt, limit, kept)
+                checkpoints = Catalog(self._root).checkpoints()
+                for old in retention.expendable(checkpoints, limit, kept, lineage=self._plan.lineage):
+                    retention.remove(old)
+        except OSError as trouble:
+            logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
+
+    def committed_bytes(self) -> int:
+        """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
+        manifests = [
+            checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed
+        ]
+        return sum(
+            manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage
+        )
+
+    def begin_lineage(self, plan: Plan) -> None:
+        """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
+        self._plan = plan
+
+        def renamed(record: RunRecord) -> RunRecord:
+            mine = replace(record.lineages[plan.ordinal], id=plan.lineage)
+            return replace(record, attempt=plan.attempt).with_lineage(plan.ordinal, mine)
+
+        self._update_record(renamed)
+
+    def end(self, error: BaseException | None) -> None:
+        """``train()`` returned, or raised ``error``: the marker by which a later launch knows whether the run finished."""
+        step = self._trainer.state.global_step
+        if error is None:
+            self._journal.event("finish", step=step)
+            self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
+        elif isinstance(error, KeyboardInterrupt):
+            # Somebody stopped it, nothing failed: when the process is gone the run shows as interrupted.
+            self._update_record(lambda record: record.at_step(step))
+        else:
+            self._journal.event("error", text=f"{type(error).__name__}: {error}")
+            self._update_record(lambda record: record.at_step(step).failed())
+
+    def _update_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
+        if not self._leads:
+            return
+        try:
+            with self._record_lock:
+                record = RunRecord.read(self._root)
+                if record is not None:
+                    change(record).write(self._root)
+        except (OSError, ManifestError, KeyError) as trouble:
+            logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
