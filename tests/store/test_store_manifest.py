@@ -87,6 +87,29 @@ def test_what_is_written_is_read_back(
     assert parse_abandonment(word.encode(), FILE) == word
 
 
+def test_votes_and_manifests_of_format_1_look_on_disk_as_they_always_did() -> None:
+    common = {
+        "version": 1,
+        "attempt": "a1",
+        "save": 3,
+        "step": 200,
+        "rank": 0,
+        "world_size": 2,
+        "lineage": "l1",
+        "ordinal": 0,
+        "created": 1.5,
+    }
+    files = [
+        {"path": "model.safetensors", "size": 10, "crc32": "deadbeef"},
+        {"path": "sub/x.pt", "size": 0, "crc32": "00000000"},
+    ]
+    manifest = a_manifest()
+    assert manifest.encode() == seal({**common, "files": files})
+    facts = {name: value for name, value in common.items() if name != "version"}
+    ballot = Vote(files=manifest.files, error="disk full", **facts)  # type: ignore[arg-type]
+    assert ballot.encode() == seal({**common, "error": "disk full", "files": files})
+
+
 @pytest.mark.parametrize("parse", [parse_manifest, parse_vote, parse_abandonment, parse_run_record])
 @settings(deadline=None)
 @given(data=st.binary(max_size=300) | json_values.map(lambda value: json.dumps(value).encode()))

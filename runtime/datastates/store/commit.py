@@ -31,6 +31,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from datastates.store.checksums import Crc32, crc32_of_range
@@ -92,16 +93,7 @@ def cast_vote(checkpoint: CheckpointDir, vote: Vote) -> None:
 
 def failed_vote(vote: Vote, error: str) -> Vote:
     """The vote of the same rank that its files will never be durable."""
-    return Vote(
-        attempt=vote.attempt,
-        save=vote.save,
-        step=vote.step,
-        rank=vote.rank,
-        world_size=vote.world_size,
-        lineage=vote.lineage,
-        ordinal=vote.ordinal,
-        error=error[:MAX_REASON],
-    )
+    return replace(vote, files=(), error=error[:MAX_REASON], created=time.time())
 
 
 def collect_votes(

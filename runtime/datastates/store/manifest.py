@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from datastates.store.document import Fields, ManifestError, read_bytes, seal, unseal
 from datastates.store.durable import write_durably
@@ -43,6 +43,7 @@ _MAX_NAME = 255
 _MAX_RANKS = 1 << 24
 
 T = TypeVar("T")
+S = TypeVar("S", bound="_Signed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class FileEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Vote:
-    """One rank's word that its files are durable under their final names; with ``error``, that they never will be."""
+class _Signed:
+    """What a vote and a manifest have in common: which save of which training, who signs, and the files. ``rank`` is the signer's."""
 
     attempt: str
     save: int
@@ -70,27 +71,38 @@ class Vote:
     ordinal: int
     files: tuple[FileEntry, ...] = ()
     created: float = field(default_factory=time.time)
-    error: str | None = None
 
-    def encode(self) -> bytes:
+    def _seal(self, **more: object) -> bytes:
         return seal(
-            {**_header(self), "error": self.error, "files": [entry.to_json() for entry in self.files]}
+            {
+                "version": FORMAT_VERSION,
+                "attempt": self.attempt,
+                "save": self.save,
+                "step": self.step,
+                "rank": self.rank,
+                "world_size": self.world_size,
+                "lineage": self.lineage,
+                "ordinal": self.ordinal,
+                "created": self.created,
+                **more,
+                "files": [entry.to_json() for entry in self.files],
+            }
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
-    """The commit: every file of a checkpoint. ``rank`` is the committer's."""
+class Vote(_Signed):
+    """One rank's word that its files are durable under their final names; with ``error``, that they never will be."""
 
-    attempt: str
-    save: int
-    step: int
-    rank: int
-    world_size: int
-    lineage: str
-    ordinal: int
-    files: tuple[FileEntry, ...] = ()
-    created: float = field(default_factory=time.time)
+    error: str | None = None
+
+    def encode(self) -> bytes:
+        return self._seal(error=self.error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest(_Signed):
+    """The commit: every file of a checkpoint. ``rank`` is the committer's."""
 
     @property
     def size(self) -> int:
@@ -98,7 +110,7 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
-        return seal({**_header(self), "files": [entry.to_json() for entry in self.files]})
+        return self._seal()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +152,13 @@ def read_abandonment(file: Path) -> Abandonment:
 def parse_vote(data: bytes, file: Path) -> Vote:
     """Decode a vote; ``file`` is for messages. Raises :class:`ManifestError` for whatever is not exactly one."""
     fields = unseal(data, file, FORMAT_VERSION)
-    return Vote(**_parse_header(fields), files=_parse_files(fields), error=fields.optional_text("error"))
+    return _parse_signed(Vote, fields, error=fields.optional_text("error"))
 
 
 def parse_manifest(data: bytes, file: Path) -> Manifest:
     """Decode a manifest; ``file`` is for messages. Raises :class:`ManifestError` for whatever is not exactly one."""
     fields = unseal(data, file, FORMAT_VERSION)
-    return Manifest(**_parse_header(fields), files=_parse_files(fields))
+    return _parse_signed(Manifest, fields)
 
 
 def parse_abandonment(data: bytes, file: Path) -> Abandonment:
@@ -160,34 +172,9 @@ def parse_abandonment(data: bytes, file: Path) -> Abandonment:
     )
 
 
-class _Header(TypedDict):
-    attempt: str
-    save: int
-    step: int
-    rank: int
-    world_size: int
-    lineage: str
-    ordinal: int
-    created: float
-
-
-def _header(document: Vote | Manifest) -> dict[str, object]:
-    return {
-        "version": FORMAT_VERSION,
-        "attempt": document.attempt,
-        "save": document.save,
-        "step": document.step,
-        "rank": document.rank,
-        "world_size": document.world_size,
-        "lineage": document.lineage,
-        "ordinal": document.ordinal,
-        "created": document.created,
-    }
-
-
-def _parse_header(fields: Fields) -> _Header:
+def _parse_signed(kind: type[S], fields: Fields, **more: Any) -> S:
     world_size = fields.whole("world_size", low=1, high=_MAX_RANKS)
-    return _Header(
+    return kind(
         attempt=fields.text("attempt", IDENTIFIER),
         save=fields.whole("save"),
         step=fields.whole("step"),
@@ -196,6 +183,8 @@ def _parse_header(fields: Fields) -> _Header:
         lineage=fields.text("lineage", IDENTIFIER),
         ordinal=fields.whole("ordinal"),
         created=fields.number("created"),
+        files=_parse_files(fields),
+        **more,
     )
 
 
