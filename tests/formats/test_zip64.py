@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from datastates.engine.image import Checksum, FileImage, Literal
+from datastates.formats.builder import ImageBuilder
 from datastates.formats.render import fold, validate
 from datastates.formats.zip_layout import ZipLayout
 from formats_bench import Bench
@@ -111,7 +112,7 @@ def test_more_than_65535_records_are_laid_out_as_torch_does() -> None:
     for name in names:
         writer.write_record(name, b"x", 1)
     writer.write_end_of_file()
-    layout = ZipLayout(b"archive", 64)
+    layout = ZipLayout(b"archive", 64, ImageBuilder())
     for name in names:
         layout.add(name, b"x")
     layout.add("version", b"3\n")
@@ -123,7 +124,7 @@ def test_more_than_65535_records_are_laid_out_as_torch_does() -> None:
 
 
 def test_checksums_of_small_storages_do_not_differ_from_those_of_large_ones() -> None:
-    layout = ZipLayout(b"a", 64)
+    layout = ZipLayout(b"a", 64, ImageBuilder())
     layout.begin("data/0", 3)
     layout.builder.literal(b"abc")
     layout.end()

@@ -22,14 +22,24 @@ INLINE_BUDGET = 16 * 2**20
 
 
 class ImageBuilder:
-    """Appends parts; neighbouring literal bytes become one part. ``offset`` is where the next byte goes."""
+    """Appends parts; neighbouring literal bytes become one part.
+
+    ``offset`` is where the next byte goes. It, and the ranges given to :meth:`checksum` and :meth:`digest`, count from ``origin``: the
+    beginning of the file, or of one of several archives that lie in it back to back.
+    """
 
     def __init__(self) -> None:
         self.offset = 0
+        self.origin = 0
         self._image = FileImage(0)
         self._pending: list[bytes] = []
         self._pending_start = 0
         self._inline_budget = INLINE_BUDGET
+
+    def begin_archive(self) -> None:
+        """From now on offsets count from here."""
+        self.origin += self.offset
+        self.offset = 0
 
     def literal(self, data: bytes) -> None:
         self._pending.append(data)
@@ -49,28 +59,33 @@ class ImageBuilder:
     ) -> None:
         self._flush()
         still, name = description
-        part = Memory(self.offset, address, nbytes, owner, still, name, place.device, place.stream)
+        part = Memory(
+            self.origin + self.offset, address, nbytes, owner, still, name, place.device, place.stream
+        )
         self._image.memory.append(part)
         self._skip(nbytes)
 
     def checksum(self, start: int, end: int) -> None:
         self._flush()
-        self._image.checksums.append(Checksum(self.offset, start, end))
+        origin = self.origin
+        self._image.checksums.append(Checksum(origin + self.offset, origin + start, origin + end))
         self._skip(4)
 
     def digest(self, ranges: list[tuple[int, int]]) -> None:
         self._flush()
-        self._image.digests.append(Digest(self.offset, ranges))
+        origin = self.origin
+        ranges = [(origin + start, origin + end) for start, end in ranges] if origin else ranges
+        self._image.digests.append(Digest(origin + self.offset, ranges))
         self._skip(20)
 
     def finish(self) -> FileImage:
         self._flush()
-        self._image.size = self.offset
+        self._image.size = self.origin + self.offset
         return self._image
 
     def _skip(self, nbytes: int) -> None:
         self.offset += nbytes
-        self._pending_start = self.offset
+        self._pending_start = self.origin + self.offset
 
     def _flush(self) -> None:
         if self._pending:
@@ -78,4 +93,4 @@ class ImageBuilder:
             if data:
                 self._image.literals.append(Literal(self._pending_start, data))
             self._pending.clear()
-        self._pending_start = self.offset
+        self._pending_start = self.origin + self.offset

@@ -2,8 +2,8 @@
 
 The functions that a program calls are left alone, since it may have bound them under any name long ago. Replaced are the module
 globals that they look up each time they run: ``torch.serialization._open_zipfile_writer`` and, in ``safetensors.torch``,
-``_flatten_as_ptr`` (``_flatten`` before 0.8) and ``serialize_file``. A replacement does what the stock function does unless this
-thread has a sink that wants the path.
+``_flatten_as_ptr`` (``_flatten`` before 0.8) and ``serialize_file``; and, in torch.distributed.checkpoint, two methods of
+``FileSystemWriter``. A replacement does what the stock function does unless this thread has a sink that wants the path.
 
 Before a format is intercepted for the first time, :mod:`datastates.formats.self_check` compares an image of it with the stock
 writer's bytes. Whatever cannot be imaged exactly is written by the stock writer, synchronously, and the sink is told why once.
@@ -12,6 +12,7 @@ writer's bytes. Whatever cannot be imaged exactly is written by the stock writer
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -27,7 +28,7 @@ import torch
 from datastates.engine.image import FileImage
 from datastates.formats import device, safetensors_file, self_check
 from datastates.formats.device import CannotImage
-from datastates.formats.torch_zip import ZipRecorder
+from datastates.formats.torch_zip import Archive, ZipRecorder
 
 
 class Sink(Protocol):
@@ -74,6 +75,8 @@ def install() -> None:
             device.install()
             _install_torch()
             _install_safetensors()
+            if torch.distributed.is_available():
+                _install_dcp()
             _installed = True
 
 
@@ -107,6 +110,8 @@ def _install_torch() -> None:
     stock_open: Callable[[Any], AbstractContextManager[Any]] = library._open_zipfile_writer
 
     def open_zipfile_writer(name_or_buffer: Any) -> AbstractContextManager[Any]:
+        if isinstance(name_or_buffer, Archive):
+            return name_or_buffer
         path = os.fspath(name_or_buffer) if isinstance(name_or_buffer, os.PathLike) else name_or_buffer
         target = _wanting_sink(path, self_check.torch_zip)
         if target is None:
@@ -225,3 +230,64 @@ def _image(tensors: Any, filename: Any, metadata: Any) -> _Imaged | None:
     except CannotImage as reason:
         _tell(target, str(reason))
         return None
+
+
+# torch.distributed.checkpoint
+
+
+def _install_dcp() -> None:
+    from torch.distributed.checkpoint import filesystem
+
+    library: Any = filesystem._FileSystemWriter
+    stock_write_data, stock_finish = library.write_data, library.finish
+
+    @functools.wraps(stock_write_data)
+    def write_data(self: Any, plan: Any, planner: Any) -> Any:
+        results = None if _thread.sink is None else _image_items(self, plan, planner)
+        if results is None:
+            return stock_write_data(self, plan, planner)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(results)
+        return future
+
+    @functools.wraps(stock_finish)
+    def finish(self: Any, metadata: Any, results: Any) -> Any:
+        target = _thread.sink
+        if target is None or not target.wants(os.fspath(self._get_metadata_path())):
+            return stock_finish(self, metadata, results)
+        with _unsynced(self):
+            return stock_finish(self, metadata, results)
+
+    library.write_data = write_data
+    library.finish = finish
+
+
+def _image_items(writer: Any, plan: Any, planner: Any) -> list[Any] | None:
+    """Hand the files of ``write_data`` to the sink; where their items lie, or None when the stock writer has to write them."""
+    from datastates.formats import dcp
+
+    if not dcp.is_plain(writer):
+        return None
+    found = dcp.files(writer, plan)
+    targets = [_wanting_sink(file.path, self_check.distcp) for file in found]
+    target = targets[0] if targets else None
+    if target is None or None in targets:
+        return None
+    try:
+        images = [dcp.image(writer, file, planner, target.describe) for file in found]
+    except CannotImage as reason:
+        _tell(target, str(reason))
+        return None
+    for file, (image, _) in zip(found, images, strict=True):
+        target.accept(file.path, image)
+    return [result for _, results in images for result in results]
+
+
+@contextlib.contextmanager
+def _unsynced(writer: Any) -> Iterator[None]:
+    """The metadata are made durable with the files that they describe; to wait for the disk before those exist would be in vain."""
+    synced, writer.sync_files = writer.sync_files, False
+    try:
+        yield
+    finally:
+        writer.sync_files = synced

@@ -6,9 +6,11 @@ compares the bytes, in memory. It runs once in a process, when the first file of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -61,6 +63,65 @@ def safetensors_file() -> str | None:
         lambda: safetensors.torch.save(sample, metadata),
         lambda: safetensors.torch.save_file(sample, "/dev/null/archive.safetensors", metadata),
     )
+
+
+@functools.cache
+def distcp() -> str | None:
+    """None if the files of torch.distributed.checkpoint can be imaged, else the reason why not."""
+    name = f"torch.distributed.checkpoint of torch {torch.__version__}"
+    try:
+        expected, found = _distcp_files(_sample())
+    except Exception as error:  # noqa: BLE001 - as in _compare
+        return f"{name} cannot be intercepted ({type(error).__name__}: {error})"
+    return None if found == expected else f"{name} writes another layout than the known ones"
+
+
+def _distcp_files(sample: dict[str, torch.Tensor]) -> tuple[Any, Any]:
+    """The bytes of a file of a single rank and the places of its items, by the stock writer and as an image."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    from datastates.formats import dcp
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner({**sample, "bytes": ["some", "object"]}, is_coordinator=True)
+    writer = FileSystemWriter("/dev/null/checkpoint", sync_files=False)
+    (plan,), _ = planner.create_global_plan([planner.create_local_plan()])
+    (plan,) = writer.prepare_global_plan([planner.finish_plan(plan)])
+    (file,) = dcp.files(writer, plan)
+    image, results = dcp.image(writer, file, planner, Collector().describe)
+    memory = _InMemory()
+    writer.fs = memory  # type: ignore[assignment]
+    stock_results = writer.write_data(plan, planner).wait()
+    ((path, stock),) = memory.files.items()
+    return (path, stock, stock_results), (file.path, render(image), results)
+
+
+class _InMemory:
+    """As much of a file system as a writer of torch.distributed.checkpoint asks for."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
+        stream = _Stream()
+        yield stream
+        self.files[str(path)] = stream.content
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+
+class _Stream(io.BytesIO):
+    """Keeps its content when it is closed."""
+
+    content = b""
+
+    def close(self) -> None:
+        if not self.closed:
+            self.content = self.getvalue()
+        super().close()
 
 
 def _sample() -> dict[str, torch.Tensor]:

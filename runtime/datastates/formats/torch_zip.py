@@ -19,17 +19,25 @@ import io
 import zipfile
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from datastates.engine.image import CPU, FileImage
 from datastates.formats import device
-from datastates.formats.builder import Describe
+from datastates.formats.builder import Describe, ImageBuilder
 from datastates.formats.device import CannotImage
 from datastates.formats.zip_layout import DESCRIPTOR_MARK, ZipLayout
 
 _SERIALIZATION_ID = ".data/serialization_id"
+
+
+class _Source(NamedTuple):
+    """Where the bytes of a record lie: host or device address, the storage that keeps the memory, and the place."""
+
+    address: int
+    owner: torch.UntypedStorage
+    place: device.Place
 
 
 class ZipRecorder:
@@ -76,8 +84,7 @@ class ZipRecorder:
     ) -> None:
         self.stop_holding()
         if error is None:
-            with _without_garbage_collection():
-                self.image = self._lay_out()
+            self._finish()
 
     def stop_holding(self) -> None:
         """From now on ``storage.cpu()`` copies again."""
@@ -99,24 +106,30 @@ class ZipRecorder:
             raise CannotImage("a storage has a size but no memory")
         self.records.append((name, storage))
 
-    def _lay_out(self) -> FileImage:
+    def _finish(self) -> None:
+        with without_garbage_collection():
+            builder = ImageBuilder()
+            self._lay_out(builder)
+            self.image = builder.finish()
+
+    def _lay_out(self, builder: ImageBuilder) -> None:
         names = tuple(name for name, _ in self.records)
-        layout = ZipLayout(self._prefix, self._alignment)
+        layout = ZipLayout(self._prefix, self._alignment, builder)
         for name, payload in self.records:
             if isinstance(payload, bytes):
                 layout.add(name, payload)
             else:
-                self._add_storage(layout, name, payload, self._place_of(payload.device))
+                self._add_storage(layout, name, payload.nbytes(), self._source_of(payload))
         for name, data in _trailing_records(tuple(name for name in names if not name.startswith("data/"))):
             layout.add(name, data)
         _add_serialization_id(layout, _names_hash(names))
         layout.finish()
-        return layout.builder.finish()
 
-    def _add_storage(
-        self, layout: ZipLayout, name: str, storage: torch.UntypedStorage, place: device.Place
-    ) -> None:
-        nbytes, address = storage.nbytes(), storage.data_ptr()
+    def _source_of(self, storage: torch.UntypedStorage) -> _Source:
+        return _Source(storage.data_ptr(), storage, self._place_of(storage.device))
+
+    def _add_storage(self, layout: ZipLayout, name: str, nbytes: int, source: _Source) -> None:
+        address, owner, place = source
         small = layout.builder.small(address, nbytes, place)
         if small is not None:
             _refuse_descriptor_mark(small)
@@ -124,10 +137,49 @@ class ZipRecorder:
             return
         if place.device == CPU:
             _refuse_descriptor_mark(ctypes.string_at(address, 4))
-        still, label = self._describe(storage)
+        still, label = self._describe(owner)
         layout.begin(name, nbytes)
-        layout.builder.memory(address, nbytes, storage, place, (still, label or name))
+        layout.builder.memory(address, nbytes, owner, place, (still, label or name))
         layout.end()
+
+
+class Archive(ZipRecorder):
+    """An archive on a stream: one of several that lie back to back in a file.
+
+    It is given to ``torch.save`` in place of the stream; the replaced opener of zip writers finds the recorder in it.
+
+    Args:
+        builder: where the archive is appended when it is complete.
+        describe: see :class:`ZipRecorder`.
+        instead: a pair of a storage and a contiguous tensor: wherever torch.save is given the storage, which is never read, the image has
+            the tensor's memory.
+    """
+
+    def __init__(
+        self,
+        builder: ImageBuilder,
+        describe: Describe,
+        instead: tuple[torch.UntypedStorage, torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__("archive", describe)  # torch's own name for streams, which have none
+        self._builder = builder
+        self._instead = instead
+
+    def write(self, data: bytes) -> int:
+        """``torch.save`` asks whether this is there. It never calls it."""
+        raise CannotImage("torch.save writes around its zip writer")
+
+    def _finish(self) -> None:
+        self._builder.begin_archive()
+        self._lay_out(self._builder)
+
+    def _source_of(self, storage: torch.UntypedStorage) -> _Source:
+        if self._instead is None or self._instead[0]._cdata != storage._cdata:
+            return super()._source_of(storage)
+        tensor = self._instead[1]
+        if not tensor.data_ptr():
+            raise CannotImage("a tensor has elements but no memory of its own")
+        return _Source(tensor.data_ptr(), tensor.untyped_storage(), self._place_of(tensor.device))
 
 
 def record_prefix(path: str) -> bytes:
@@ -148,7 +200,7 @@ def record_prefix(path: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Tens of thousands of parts without any cycle would set off full collections, each as long as all the rest."""
     if not gc.isenabled():
         yield

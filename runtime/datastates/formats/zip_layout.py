@@ -46,10 +46,11 @@ class ZipLayout:
     Args:
         prefix: the folder that every record lies in, without the slash.
         alignment: bytes; the data of each record start at a multiple of it.
+        builder: where the archive is appended; its offsets count from the archive's beginning.
     """
 
-    def __init__(self, prefix: bytes, alignment: int) -> None:
-        self.builder = ImageBuilder()
+    def __init__(self, prefix: bytes, alignment: int, builder: ImageBuilder) -> None:
+        self.builder = builder
         self._prefix = prefix + b"/"
         self._alignment = alignment
         self._paddings: dict[int, bytes] = {}
