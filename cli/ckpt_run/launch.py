@@ -9,7 +9,7 @@ from ckpt_run import environment, exits, output_dir, processes, programs, resume
 from ckpt_run.arguments import Parsed
 from ckpt_run.ledger import Ledger
 from ckpt_run.messages import say
-from ckpt_run.signals import Signals, Stopped, die_of
+from ckpt_run.signals import Signals, die_of
 from ckpt_run.supervisor import Supervisor
 
 
@@ -19,15 +19,12 @@ def launch(parsed: Parsed) -> int:
     Raises:
         UsageError: a setting has a value that it cannot have.
     """
+    signals = Signals()
     try:
-        signals = Signals()
-        try:
-            return _launch(parsed, signals)
-        except programs.CannotRunError as error:
-            say(str(error))
-            return error.code
-    except Stopped as stop:
-        return 128 + stop.number
+        return _launch(parsed, signals)
+    except programs.CannotRunError as error:
+        say(str(error))
+        return error.code
 
 
 def _launch(parsed: Parsed, signals: Signals) -> int:
@@ -40,6 +37,7 @@ def _launch(parsed: Parsed, signals: Signals) -> int:
     ledger = Ledger(env[environment.RUN_ID], command)
     directory = output_dir.told(command, env) or ledger.output_dir_of_last_launch()
     environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
+    signals.block()
     if "exec" in parsed:
         ledger.begin(directory)
         signals.release()
@@ -84,20 +82,32 @@ def _supervise(
     ledger: Ledger,
 ) -> int:
     """Run the command, again after a failure as often as allowed, until nothing of it is left; the exit code."""
-    supervisor.start(path, parsed.rest, env)
+    if not supervisor.start(path, parsed.rest, env):
+        return supervisor.stop_code()
     ledger.begin(directory)  # the command is under way: this costs it nothing
     code = _wait(parsed.rest, supervisor)
     for restart in range(1, parsed.max_restarts + 1):
-        if code == 0 or supervisor.stopped or not supervisor.clear_the_way():
+        if code == 0 or supervisor.stopped:
             break
-        _prepare_restart(parsed, env, ledger)
-        say(_restart_line(code, restart, parsed.max_restarts, env))
-        supervisor.start(path, parsed.rest, env)
-        ledger.restarted()
-        code = _wait(parsed.rest, supervisor)
+        line = f"the command failed with exit code {code}: starting it again {{}} (restart {restart} of {parsed.max_restarts})"
+        code = _run_again(parsed, path, env, supervisor, ledger, line)
     supervisor.drain()
     ledger.end(code)
     return code
+
+
+def _run_again(
+    parsed: Parsed, path: str, env: dict[str, str], supervisor: Supervisor, ledger: Ledger, line: str
+) -> int:
+    """The exit code of the command, or ours when we were told to stop before it could start."""
+    if supervisor.clear_the_way():
+        _prepare_restart(parsed, env, supervisor, ledger)
+        step = env.get(environment.LAST_STEP)
+        say(line.format(f"from step {step}" if step else "from the beginning"))
+        if supervisor.start(path, parsed.rest, env):
+            ledger.restarted()
+            return _wait(parsed.rest, supervisor)
+    return supervisor.stop_code()
 
 
 def _wait(command: list[str], supervisor: Supervisor) -> int:
@@ -109,13 +119,17 @@ def _wait(command: list[str], supervisor: Supervisor) -> int:
     return supervisor.exit_code(status)
 
 
-def _prepare_restart(parsed: Parsed, env: dict[str, str], ledger: Ledger) -> None:
-    """Go on from the newest checkpoint. With --fresh that is one of this launch: its token begins one lineage only."""
+def _prepare_restart(parsed: Parsed, env: dict[str, str], supervisor: Supervisor, ledger: Ledger) -> None:
+    """Go on from the newest checkpoint. With --fresh that is one of this launch: its token begins one lineage only.
+
+    To verify it may take minutes, in which there is no command to hand a stop to.
+    """
+
+    def last_words(code: int) -> None:
+        ledger.end(code)
+        ledger.close()
+
+    supervisor.signals.obey(last_words)
     directory = ledger.output_dir_of_this_launch() or output_dir.told(parsed.rest, env)
     environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
-
-
-def _restart_line(code: int, restart: int, restarts: int, env: dict[str, str]) -> str:
-    step = env.get(environment.LAST_STEP)
-    place = f"from step {step}" if step else "from the beginning"
-    return f"the command failed with exit code {code}: starting it again {place} (restart {restart} of {restarts})"
+    supervisor.signals.block()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from ckpt_run.exits import NOT_EXECUTABLE, NOT_FOUND
 from ckpt_run.messages import shell_words
+from ckpt_run.signals import Signals, give_back
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -47,52 +49,56 @@ def find(words: list[str], env: Mapping[str, str]) -> str:
     raise CannotRunError(f"{name}: command not found{_slip(words)}", NOT_FOUND)
 
 
-def spawn(path: str, words: list[str], env: Mapping[str, str], mask: set[int], own_group: bool) -> int:
-    """Start the program with the signal mask ``mask``, in a process group of its own or in ours; its pid.
+def spawn(
+    path: str, words: list[str], env: Mapping[str, str], signals: Signals, own_group: bool
+) -> int | None:
+    """Start the program, in a process group of its own or in ours; its pid, or None when a stop has come before it.
 
-    Call it in the main thread, with the signals blocked that have a handler. The program gets SIGTERM when we end before
-    it, however we end: a training must not go on beside the one that is started after it. That covers the program itself,
-    not what it starts: the ranks of a launcher are the launcher's to end. A program with more rights than we have
-    (set-user-ID) is not told.
+    Call it in the main thread, with the signals blocked. The program gets SIGTERM when we end before it, however we end: a
+    training must not go on beside the one that is started after it. That covers the program itself, not what it starts:
+    the ranks of a launcher are the launcher's to end. A program with more rights than we have (set-user-ID) is not told.
 
     Raises:
         CannotRunError: the kernel refuses.
     """
     parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl
-    receiver, sender = os.pipe()  # closed by exec: then there is no error to tell
+    word, go = os.pipe()
+    failure, failed = os.pipe()  # closed by exec: then there is no error to tell
     pid = os.fork()
     if pid == 0:
+        os.close(go)
         code = errno.EIO
         try:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if own_group:
                 os.setpgid(0, 0)
-            _reset_signals(mask)
-            if os.getppid() == parent:  # else it has ended before we asked to be told
+            # Without the parent nobody would tell us to stop: it may have ended before we asked to be told.
+            if os.read(word, 1) and os.getppid() == parent:
+                give_back(signals.mask_for_child)
                 _with_shell(lambda file, argv: os.execve(file, argv, env), path, words)
         except OSError as error:
             code = error.errno or errno.EIO
         finally:
-            os.write(sender, str(code).encode())
+            os.write(failed, str(code).encode())
             os._exit(NOT_EXECUTABLE)
-    os.close(sender)
-    with open(receiver, "rb") as pipe:
-        failure = pipe.read()
-    if failure:
-        os.waitpid(pid, 0)
-        raise _refused(words, OSError(int(failure), os.strerror(int(failure))))
-    return pid
-
-
-def _reset_signals(mask: set[int]) -> None:
-    """As a program expects it: what our parent ignores stays ignored, not what Python ignores for itself."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.close(word)
+    os.close(failed)
+    # A Ctrl-C that came before the fork waits for us alone, a later one for the program as well. Both look alike; so a
+    # program that may have missed one does not start.
+    stop = signals.stop_waits()
+    if not stop:
+        with contextlib.suppress(BrokenPipeError):  # it is dead already
+            os.write(go, b"!")
+    os.close(go)
+    with open(failure, "rb") as pipe:
+        number = pipe.read()
+    if not (stop or number):
+        return pid
+    os.waitpid(pid, 0)
+    if stop:
+        return None
+    raise _refused(words, OSError(int(number), os.strerror(int(number))))
 
 
 def become(path: str, words: list[str], env: Mapping[str, str]) -> NoReturn:

@@ -5,7 +5,6 @@ Launchers die of a SIGTERM, or swallow it, and leave their ranks behind; so we a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -35,7 +34,7 @@ class Supervisor:
     def __init__(self, signals: Signals, folder: str | None) -> None:
         self.stopped: int | None = None
         self.interrupted = False
-        self._signals = signals
+        self.signals = signals
         self._folder = folder
         # A shell that became us by `exec` leaves us its children: not ours to wait for.
         self._strangers = frozenset(process.pid for process in processes.descendants(os.getpid()))
@@ -46,16 +45,24 @@ class Supervisor:
         self._told: set[int] = set()
         adopt_orphans()
 
-    def start(self, path: str, words: list[str], env: Mapping[str, str]) -> None:
+    def start(self, path: str, words: list[str], env: Mapping[str, str]) -> bool:
         """Start the command; what signals arrive from now on waits for :meth:`wait` to hand it on.
+
+        False when we were told to stop before there was a command to tell it to.
 
         Raises:
             programs.CannotRunError: it cannot be executed.
         """
+        self.signals.block()
+        child = programs.spawn(path, words, env, self.signals, self._own_group)
+        if child is None:
+            while self.stopped is None:
+                self._turn(0)
+            return False
+        self._child = child
         self._status = None
         self._told.clear()
-        self._signals.block()
-        self._child = programs.spawn(path, words, env, self._signals.mask_for_child, self._own_group)
+        return True
 
     def wait(self) -> int:
         """The command's wait status when it has ended; what it started may still run."""
@@ -66,8 +73,8 @@ class Supervisor:
     def drain(self) -> None:
         """Return when every descendant is gone. Only who sends us signals decides how long that takes."""
         self._wait(PATIENCE)
-        if remaining := self._remaining():
-            names = ", ".join(_name(process.pid) for process in remaining[:3])
+        if self._any_left():
+            names = ", ".join(_name(process.pid) for process in self._remaining()[:3])
             say(f"the command has ended; waiting for what it has left running: {names}")
             self._wait(None)
 
@@ -78,7 +85,8 @@ class Supervisor:
         """
         self._wait(PATIENCE)
         for number in (signal.SIGTERM, signal.SIGKILL):
-            if remaining := self._remaining():
+            if self._any_left():
+                remaining = self._remaining()
                 say(f"{number.name} to {len(remaining)} process(es) that the failed command has left running")
                 _send(number, [process.pid for process in remaining])
                 self._wait(GRACE)
@@ -88,30 +96,45 @@ class Supervisor:
         """The command's own; but a launcher cannot know that its ranks ended because they were told to."""
         own = exits.code(status)
         launcher = self._child not in self._told
-        return 128 + self.stopped if self.stopped and launcher and own != 0 else own
+        return self.stop_code() if self.stopped and launcher and own != 0 else own
+
+    def stop_code(self) -> int:
+        """The exit code of who ended because we were told to stop."""
+        return 128 + (self.stopped or 0)
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
     def _turn(self, timeout: float | None) -> None:
         """Take one signal and do what it asks for, or do nothing for ``timeout`` seconds."""
-        info = self._signals.next(timeout)
+        info = self.signals.next(timeout)
         self._reap()
         if info is not None and info.si_signo != signal.SIGCHLD:
             self._hand_on(info)
         if self.stopped:
             self._tell_newcomers(self.stopped)
 
-    def _reap(self) -> None:
-        with contextlib.suppress(ChildProcessError):
+    def _reap(self) -> bool:
+        """Take in who has ended; whether we have children left."""
+        try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._child:
                     self._status = ended[1]
+        except ChildProcessError:
+            return False
+        return True
 
     def _wait(self, seconds: float | None) -> None:
         """Until nothing of the command is left, or the time is over."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        while self._remaining() and (deadline is None or time.monotonic() < deadline):
+        while self._any_left() and (deadline is None or time.monotonic() < deadline):
             self._turn(POLL)
+
+    def _any_left(self) -> bool:
+        """Every descendant has us above it, so without children there is none.
+
+        A look at /proc alone misses one that is born, and its parent gone, while we look.
+        """
+        return self._reap() and (not self._strangers or bool(self._remaining()))
 
     def _remaining(self) -> list[processes.Process]:
         return processes.descendants(os.getpid(), self._strangers)
@@ -122,9 +145,11 @@ class Supervisor:
         number = info.si_signo
         if number in STOPS:
             self.stopped = number
-        if number in STOPS and info.si_code == SI_KERNEL and not self._own_group:
-            # From the terminal to the whole group: the command has it already.
+        if number in STOPS and self._group_has_it(info):
             self._told.update(self._group())
+            self._reap()
+            if self._status is not None:  # it may have ended of it before we looked
+                self._told.add(self._child)
             self.interrupted = number == signal.SIGINT
             return
         trainers = self._trainers()
@@ -134,6 +159,11 @@ class Supervisor:
             self._told.update(targets)
         if trainers:
             say(f"{signal_name(number)}: handed to {_count(trainers)}")
+
+    def _group_has_it(self, info: signal.struct_siginfo) -> bool:
+        """Whether it is from the terminal to the whole group. A terminal that goes away tells its session's leader alone."""
+        alone = info.si_signo == signal.SIGHUP and os.getsid(0) == os.getpid()
+        return info.si_code == SI_KERNEL and not self._own_group and not alone
 
     def _tell_newcomers(self, number: int) -> None:
         """After a stop: ranks that a launcher starts again are told too, and at last what the command has left behind."""
