@@ -116,6 +116,7 @@ class Saver:
                 held,
             ),
             began,
+            late_bytes=sum(part.nbytes for file in pending for part in file.image.memory if part.still),
         )
         return True
 
@@ -123,12 +124,19 @@ class Saver:
         self._before_submit(pending)
         return self._engine.submit(pending)
 
-    def _start(self, save: Save, began: float) -> None:
+    def _start(self, save: Save, began: float, late_bytes: int) -> None:
         self._newest, self._refused = save, False
         save.start()
         self._in_flight = [*(other for other in self._in_flight if other.outcome is None), save]
         stall = time.perf_counter() - began
-        self._journal.event("save", step=save.step, save=save.number, bytes=save.nbytes, stall_s=stall)
+        self._journal.event(
+            "save",
+            step=save.step,
+            save=save.number,
+            bytes=save.nbytes,
+            late_bytes=late_bytes,
+            stall_s=stall,
+        )
 
     def _pending(self, directory: CheckpointDir, scope: SaveScope) -> list[PendingFile]:
         signature = f"{self._committer.identity.attempt}-r{self._rank}"
