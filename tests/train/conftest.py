@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from datastates.engine import Engine, PendingFile, Ticket
 from datastates.llm import host_cache, resume
+from late import LateEngine
 
 # Inherited by every process that a test starts; the tests' checkpoints are small.
 os.environ["CKPT_RUN_HOST_CACHE_SIZE"] = "0.25"
@@ -19,25 +19,6 @@ def relaunch() -> Iterator[Callable[[], None]]:
     """Call it where a new process would begin: the number of ``train()`` calls so far is all that a process remembers."""
     yield resume._ordinals.clear
     resume._ordinals.clear()
-
-
-class LateEngine:
-    """An engine without staging threads of its own: memory is copied at the fence, by the thread that waits there, and never earlier.
-
-    That is the latest moment the design allows, so whatever changes memory before the fence is sure to be seen.
-    ``late_bytes`` counts what was left to copy when the save call returned.
-    """
-
-    def __init__(self) -> None:
-        self.late_bytes = 0
-        self._engine = Engine(256 << 20, threads=0, pin=False)
-
-    def submit(self, files: Sequence[PendingFile]) -> Ticket:
-        self.late_bytes += sum(part.nbytes for file in files for part in file.image.memory if part.still)
-        return self._engine.submit(files)
-
-    def close(self, timeout: float) -> bool:
-        return self._engine.close(timeout)
 
 
 @pytest.fixture

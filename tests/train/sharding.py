@@ -53,6 +53,11 @@ def prepare(arguments: dict[str, Any]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # accelerate has no backend for CPU ranks unless cpu=True, which disables DeepSpeed; each rank would believe to be alone.
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
+    if arguments.get("bf16"):
+        # Trainer has no bf16 on CPUs unless use_cpu=True, which disables DeepSpeed.
+        import transformers.training_args
+
+        transformers.training_args.is_torch_bf16_gpu_available = lambda: True
     import deepspeed.runtime.zero.stage_1_and_2 as zero_1_and_2
 
     # gloo writes into views of a tensor that autograd follows, which torch 2.13 refuses.

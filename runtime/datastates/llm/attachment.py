@@ -72,6 +72,7 @@ class Attachment:
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         given = resume.Request.of(args, kwargs)
         self._loop_entries = 0
+        fence.install()  # again: DeepSpeed may have been loaded since
         self._session = session = Session.begin(
             self._trainer, self.settings, given, self._root(given.trial), self._session
         )

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from datastates.llm import deepspeed
 from datastates.llm.still import SteppingOptimizers
 
 
@@ -74,8 +75,12 @@ _installed = False
 
 
 def install() -> None:
-    """Put the fence before every optimizer step and every ``load_state_dict`` of this process. Idempotent."""
+    """Put the fence before every optimizer step and every ``load_state_dict`` of this process. Idempotent.
+
+    DeepSpeed's engines get theirs as soon as DeepSpeed is loaded: call it again when that may have happened.
+    """
     global _installed
+    deepspeed.install(FENCE.wait, FENCE.optimizers.note_engine)
     if _installed:
         return
     _installed = True

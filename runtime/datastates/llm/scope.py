@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from datastates.engine.image import FileImage
-from datastates.llm import log
+from datastates.llm import log, orphans
 from datastates.llm.still import StillTensor
 
 _POINTERS = ("latest",)
@@ -69,6 +69,7 @@ class SaveScope:
             if _is_placeholder(path):
                 os.unlink(path)
                 pending.append((path, image))
+        orphans.hold_still([image for _, image in pending])
         return sorted(pending, key=lambda item: _is_weights(item[0]))
 
     def hold_back(self) -> dict[Path, bytes]:

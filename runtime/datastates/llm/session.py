@@ -195,7 +195,8 @@ class Session:
         if self._settings.snapshot == "eager":
             return {}
         try:
-            return still_tensors(FENCE.optimizers.trusted(), self._trainer.model, torn_before)
+            seen = FENCE.optimizers
+            return still_tensors(seen.trusted(), self._trainer.model, torn_before, seen.trusted_engines())
         except Exception:
             logger.exception("%s cannot tell what holds still: everything is copied at once", log.PREFIX)
             return {}

@@ -8,39 +8,50 @@ whose ``train()`` and ``eval()`` swap weights in place.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from datastates.llm import deepspeed, fsdp
 
 SMALLEST = 4096
 """Bytes. A smaller storage is copied at once: that costs less than keeping account of it."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StillTensor:
-    """One tensor that is copied late, with what was true of it at the save."""
+    """One storage that is copied late, with what was true of it at the save. It is called after the first of the tensors that lie in it."""
 
     name: str
-    tensor: torch.Tensor
     storage: torch.UntypedStorage
     address: int
     nbytes: int
-    version: int | None
+    versions: list[tuple[str, torch.Tensor, int | None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> StillTensor:
         storage = tensor.untyped_storage()
-        return cls(name, tensor, storage, storage.data_ptr(), storage.nbytes(), _version(tensor))
+        entry = cls(name, storage, storage.data_ptr(), storage.nbytes())
+        entry.watch(name, tensor)
+        return entry
+
+    def watch(self, name: str, tensor: torch.Tensor) -> None:
+        """``tensor`` lies in this storage too. What changes it bumps its own counter: views that took another's ``data`` share none."""
+        self.versions.append((name, tensor, _version(tensor)))
 
     def disturbed(self) -> str | None:
-        """Why the late copy cannot be trusted: the memory moved, or its version counter did; None when neither."""
+        """Why the late copy cannot be trusted: the memory moved, or a version counter did; None when neither."""
         if self.storage.data_ptr() != self.address or self.storage.nbytes() != self.nbytes:
             return "its memory was resized or moved"
-        if _version(self.tensor) != self.version:
-            return "it was changed in place"
+        for name, tensor, version in self.versions:
+            if _version(tensor) != version:
+                return (
+                    "it was changed in place" if name == self.name else f"{name} in it was changed in place"
+                )
         return None
 
 
@@ -52,11 +63,17 @@ class SteppingOptimizers:
 
     def __init__(self) -> None:
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._engines: weakref.WeakSet[Any] = weakref.WeakSet()
         self._inside_backward: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def begin_step(self) -> None:
         """A training step begins; what was seen in the last one no longer counts."""
         self._seen.clear()
+        self._engines.clear()
+
+    def note_engine(self, engine: Any) -> None:
+        """A DeepSpeed engine is about to step. Of its own optimizers some never fire the hook, and all skip a step that overflows."""
+        self._engines.add(engine)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._seen.add(optimizer)
@@ -64,15 +81,25 @@ class SteppingOptimizers:
             self._inside_backward.add(optimizer)
 
     def trusted(self) -> list[torch.optim.Optimizer]:
+        return [optimizer for optimizer in self._seen if self._changes_weights_in_step_only(optimizer)]
+
+    def trusted_engines(self) -> list[Any]:
+        """As :meth:`trusted`, for the engines and the optimizers below them."""
         return [
-            optimizer
-            for optimizer in self._seen
-            if optimizer not in self._inside_backward and not _swaps_weights(optimizer)
+            engine
+            for engine in self._engines
+            if self._changes_weights_in_step_only(deepspeed.base_optimizer(engine))
         ]
+
+    def _changes_weights_in_step_only(self, optimizer: Any) -> bool:
+        return optimizer not in self._inside_backward and not _swaps_weights(optimizer)
 
 
 def still_tensors(
-    optimizers: list[torch.optim.Optimizer], model: torch.nn.Module, never: set[str]
+    optimizers: Iterable[torch.optim.Optimizer],
+    model: torch.nn.Module,
+    never: set[str],
+    engines: Iterable[Any] = (),
 ) -> dict[int, StillTensor]:
     """What may be copied late, by the address of its storage.
 
@@ -80,19 +107,29 @@ def still_tensors(
         optimizers: those that fire the fence.
         model: gives names to parameters; storages that also hold one of its buffers are left out.
         never: names that were found torn before.
+        engines: DeepSpeed engines that fire the fence.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
+    within = {id(optimizer) for optimizer in deepspeed.own_optimizers()}
+    parts = [_tensors_of(optimizer, names) for optimizer in optimizers if id(optimizer) not in within]
     found: dict[int, StillTensor] = {}
-    for optimizer in optimizers:
-        for name, tensor in _tensors_of(optimizer, names):
-            if name not in never and _plain(tensor):
-                entry = StillTensor.of(name, tensor)
-                if entry.nbytes >= SMALLEST:
-                    found.setdefault(entry.address, entry)
-    for buffer in model.buffers():
+    for name, whole in itertools.chain(*parts, *map(deepspeed.still_parts, engines)):
+        tensor = fsdp.local_part(whole)
+        if _plain(tensor):
+            _add(found, name, tensor)
+    for buffer in map(fsdp.local_part, model.buffers()):
         if _plain(buffer):
             found.pop(buffer.untyped_storage().data_ptr(), None)
-    return found
+    return {address: entry for address, entry in found.items() if entry.name not in never}
+
+
+def _add(found: dict[int, StillTensor], name: str, tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    entry = found.get(storage.data_ptr())
+    if entry is not None:
+        entry.watch(name, tensor)
+    elif storage.nbytes() >= SMALLEST:
+        found[storage.data_ptr()] = StillTensor.of(name, tensor)
 
 
 def _tensors_of(

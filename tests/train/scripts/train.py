@@ -30,6 +30,7 @@ class Job:
     """What to train; every field has a JSON form.
 
     ``orderly``: before each step with an even number everything saved so far has its outcome, so that it is known what is on disk when.
+    ``late``: memory is copied at the fence and never earlier; a last line tells how much (see :class:`late.LateEngine`).
     ``rows``: of data. ``pause``: seconds that each step takes longer, so that a kill finds something to hit. ``faults``: see :func:`faults.install`.
     """
 
@@ -38,6 +39,7 @@ class Job:
     decorated: bool = True
     resume: bool | str | None = True
     orderly: bool = False
+    late: bool = False
     pause: float = 0.0
     rows: int = 64
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +82,15 @@ def fingerprint(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
+def stage_late() -> Any:
+    from datastates.llm import host_cache
+    from late import LateEngine
+
+    engine: Any = LateEngine()
+    host_cache._engine = engine
+    return engine
+
+
 def main(job: Job) -> None:
     rank = os.environ.get("RANK", "0")
     log = Log(f"{job.log}-rank{rank}.jsonl", job.pause)
@@ -95,11 +106,14 @@ def main(job: Job) -> None:
     if job.decorated:
         from datastates.llm import DecoratedCheckpointing
 
-        engine = DecoratedCheckpointing({"trainer": trainer, **job.settings}, -1)
-        log.settle = engine.wait if job.orderly else None
+        decorated = DecoratedCheckpointing({"trainer": trainer, **job.settings}, -1)
+        log.settle = decorated.wait if job.orderly else None
     for fault in job.faults:
         faults.install(**fault)
+    engine = stage_late() if job.late else None
     trainer.train(resume_from_checkpoint=job.resume)
+    if engine:
+        log.write(late=engine.late, eager=engine.eager, late_bytes=engine.late_bytes, bytes=engine.bytes)
     log.write(weights=fingerprint(trainer), step=trainer.state.global_step)
 
 
