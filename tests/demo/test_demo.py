@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy
@@ -20,6 +19,7 @@ from ckpt_run.arguments import parse
 from ckpt_run.demo_process import Training
 from ckpt_run.demo_report import Comparison, Kill, Measured, verdict, weights_digest
 from safetensors.numpy import save_file
+from waiting import until
 
 
 def demo(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -122,10 +122,7 @@ def test_a_kill_leaves_no_process_of_the_tree(tmp_path: Path) -> None:
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}], start_new_session=True)"
     mark = f"demo-test-{random.random()}"
     training = Training([sys.executable, "-c", child], tmp_path / "log", {**os.environ, "MARK": mark})
-    deadline = time.monotonic() + 60
-    while "up" not in training.tail(1):
-        assert time.monotonic() < deadline
-        training.poll()
+    until(lambda: training.poll() is not None or "up" in training.tail(1), "the grandchild")
     training.kill()
     assert _marked(mark) == []
 
@@ -165,10 +162,7 @@ def test_an_interrupted_demo_leaves_no_training_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "ckpt_run", "demo", "--keep", str(tmp_path / "kept")]
     environ = {**os.environ, "MARK": mark}
     process = subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while len(_marked(mark)) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: len(_marked(mark)) >= 2, "a training of the demo")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) != 0
     assert _marked(mark) == []

@@ -8,9 +8,7 @@ import os
 import random
 import subprocess
 import sys
-import time
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -105,13 +103,6 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.001)
-
-
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -134,7 +125,12 @@ def native_threads() -> list[Path]:
 
 
 def run(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs a script in a process of its own, where everything of this module is at hand."""
+    """Runs a script in a process of its own, where everything of this module is at hand, and ``until``."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    command = [sys.executable, "-c", "from engine_support import *\n" + script, *map(str, arguments)]
+    command = [
+        sys.executable,
+        "-c",
+        "from engine_support import *\nfrom waiting import until\n" + script,
+        *map(str, arguments),
+    ]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)

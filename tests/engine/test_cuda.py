@@ -18,11 +18,11 @@ from engine_support import (
     pending,
     random_bytes,
     save,
-    wait_until,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stand_in import StandIn
+from waiting import until
 
 SIZE = 20 * BLOCK
 
@@ -80,7 +80,7 @@ def test_a_torn_device_part_is_named(
     torn = builder.memory(random_bytes(size, 1), device=0, name="torn")
     copied = cuda.copies
     ticket = engine.submit([pending(builder, tmp_path / "file")])
-    wait_until(lambda: cuda.copies == copied + 2)  # both samples are taken
+    until(lambda: cuda.copies == copied + 2)  # both samples are taken
     torn[-1] ^= 1
     assert finish(ticket).torn == ["torn"]
     assert names(tmp_path) == []
@@ -94,7 +94,7 @@ def test_all_torn_device_parts_are_named_at_once(
     buffers = [builder.memory(random_bytes(2 * BLOCK, i), device=0, name=f"layer {i}") for i in range(9)]
     copied = cuda.copies
     ticket = engine.submit([pending(builder, tmp_path / "file")])
-    wait_until(lambda: cuda.copies == copied + 9)
+    until(lambda: cuda.copies == copied + 9)
     for buffer in buffers[4:]:
         buffer[:] = bytes(2 * BLOCK)
     assert finish(ticket).torn == [f"layer {i}" for i in range(4, 9)]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import disks
 import pytest
 from datastates.engine import Engine, EngineError, Ticket
 from engine_support import BLOCK, PATIENCE, finish, memory_image, names, pending, random_bytes, save
@@ -31,15 +32,8 @@ def check_failed(ticket: Ticket, operation: str, error: int, path: Path) -> Engi
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
-    directory = tmp_path / "small"
-    directory.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True, text=True
-    )
-    if mounted.returncode:
-        pytest.skip(f"cannot mount here: {mounted.stderr.strip()}")
-    yield directory
-    subprocess.run(["umount", directory], check=True)
+    with disks.small(tmp_path / "small", 1 << 20) as directory:
+        yield directory
 
 
 def test_a_full_disk_fails_the_save_alone(engine: Engine, small_disk: Path) -> None:

@@ -100,7 +100,7 @@ for closed in (True, False):
         assert engine.close(0)
     del engine
     assert descriptors() == before
-    wait_until(lambda: native_threads() == [])
+    until(lambda: native_threads() == [])
     assert "ckpt-run-" not in Path("/proc/self/maps").read_text()
 print("released")
 """

@@ -18,9 +18,9 @@ from engine_support import (
     pending,
     random_bytes,
     save,
-    wait_until,
 )
 from stand_in import StandIn
+from waiting import until
 
 
 def test_a_cache_of_two_blocks_holds_up_staging_until_the_disk_has_taken_them(
@@ -124,7 +124,7 @@ def busy_engine(cuda: StandIn, make_engine: Callable[..., Engine], tmp_path: Pat
     ticket = engine.submit(
         [pending(memory_image(bytes(4 * BLOCK), device=0, stream=stream), tmp_path / "busy")]
     )
-    wait_until(lambda: cuda.count("cuEventSynchronize") > waits)
+    until(lambda: cuda.count("cuEventSynchronize") > waits)
     yield engine
     cuda.release(stream)
     assert finish(ticket).state == "persisted"

@@ -23,9 +23,9 @@ from engine_support import (
     random_bytes,
     run,
     save,
-    wait_until,
 )
 from stand_in import StandIn
+from waiting import until
 
 SIZE = 20 * BLOCK
 
@@ -208,7 +208,7 @@ def test_native_threads_are_named_low_in_priority_and_take_no_signals(
 ) -> None:
     others = set(native_threads())  # of engines that other tests of this process have made
     make_engine(threads=2)
-    wait_until(lambda: len(set(native_threads()) - others) == 3)
+    until(lambda: len(set(native_threads()) - others) == 3)
     for thread in set(native_threads()) - others:
         assert os.getpriority(os.PRIO_PROCESS, int(thread.name)) == 19
         status = dict(

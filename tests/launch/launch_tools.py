@@ -8,9 +8,8 @@ import os
 import subprocess
 import sys
 import sysconfig
-import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,17 +122,6 @@ class Sandbox:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         return str(self.path / folder)
-
-
-def until(condition: Callable[[], Any], what: str = "it", bound: float = BOUND) -> Any:
-    """Poll until ``condition()`` is true and return what it gave."""
-    deadline = time.monotonic() + bound
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.01)
-    raise AssertionError(f"waited {bound:.0f} s for {what}")
 
 
 def lines(path: Path | str) -> list[str]:

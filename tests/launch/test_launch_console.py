@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from datastates.store.journal import Journal
 from datastates.store.layout import Root
-from launch_tools import CKPT_RUN, Sandbox, commit_checkpoint, finish, until
+from launch_tools import CKPT_RUN, Sandbox, commit_checkpoint, finish
+from waiting import until
 
 
 def train(output_dir: Path, run_id: str = "run1") -> None:

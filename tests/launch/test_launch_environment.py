@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import CKPT_RUN, HOOK, PRINT_ENVIRONMENT, Sandbox, commit_checkpoint, until
+from launch_tools import CKPT_RUN, HOOK, PRINT_ENVIRONMENT, Sandbox, commit_checkpoint
+from waiting import until
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_tools import RECORDER, SCRIPTS, Sandbox, alive, finish, lines, until, words_in
+from launch_tools import RECORDER, SCRIPTS, Sandbox, alive, finish, lines, words_in
+from waiting import until
 
 # Writes down what it finds, then notes signals as the recorder does. deepspeed adds an argument of its own.
 RANK = (

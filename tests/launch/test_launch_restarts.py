@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import CKPT_RUN, RECORDER, Sandbox, commit_checkpoint, finish, lines, until, words_in
+from launch_tools import CKPT_RUN, RECORDER, Sandbox, commit_checkpoint, finish, lines, words_in
+from waiting import until
 
 # Notes its environment; fails as often as its argument says.
 FAILING = """

@@ -22,9 +22,9 @@ from launch_tools import (
     finish,
     lines,
     opened_by,
-    until,
     words_in,
 )
+from waiting import until
 
 
 @pytest.fixture

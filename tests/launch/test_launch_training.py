@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launch_tools import Sandbox, finish, lines, until
+from launch_tools import Sandbox, finish, lines
+from waiting import until
 
 # A tiny Trainer that saves every 2 of 8 steps, on data loader workers, and is killed once after step 5.
 TRAIN = """

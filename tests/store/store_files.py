@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -137,12 +136,3 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a directory": (_directory, "is not a regular file"),
     "a pipe": (_fifo, "is not a regular file"),
 }
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
-    """Poll until it holds; fail loudly if it never does."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            raise TimeoutError("the condition never came true")
-        time.sleep(0.005)

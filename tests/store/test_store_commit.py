@@ -13,7 +13,8 @@ from datastates.store.catalog import Catalog, damage
 from datastates.store.commit import CommitAbandoned
 from datastates.store.layout import CheckpointDir, Root
 from datastates.store.manifest import ManifestError, read_manifest
-from store_files import BY_STOCK, DAMAGES, FILES, entry, save, uncommitted, vote, wait_for, write
+from store_files import BY_STOCK, DAMAGES, FILES, entry, save, uncommitted, vote, write
+from waiting import until
 
 RANK = Path(__file__).with_name("store_rank.py")
 
@@ -401,7 +402,7 @@ def test_sweeps_of_two_processes_at_once_lose_nothing_committed(root: Root) -> N
     processes = [
         subprocess.Popen([sys.executable, "-c", code, str(root.path), f"attempt{n}"]) for n in range(4)
     ]
-    wait_for(lambda: all(process.poll() is not None for process in processes), 100)
+    until(lambda: all(process.poll() is not None for process in processes), "every rank to end")
     assert [process.returncode for process in processes] == [0] * 4
     assert root.steps() == sorted((step for step in range(10, 200, 10) if step % 20), reverse=True)
     assert all(damage(checkpoint) is None for checkpoint in Catalog(root).checkpoints())

@@ -15,7 +15,8 @@ from types import FrameType
 from datastates.store import commit, retention
 from datastates.store.catalog import Catalog, damage, resume_point
 from datastates.store.layout import Root
-from store_files import FILES, save, vote, wait_for, write
+from store_files import FILES, save, vote, write
+from waiting import until
 
 POINTS = 40
 ROUNDS = 10
@@ -174,9 +175,9 @@ def test_while_the_committer_hangs_the_others_wait_only_so_long_and_a_late_commi
     command = [sys.executable, str(Path(__file__).with_name("store_rank.py")), str(root.path), "10", "0", "2"]
     committer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        wait_for(checkpoint.vote(0).exists)
+        until(checkpoint.vote(0).exists)
         committer.send_signal(signal.SIGSTOP)
-        wait_for(lambda: b") T " in Path(f"/proc/{committer.pid}/stat").read_bytes())
+        until(lambda: b") T " in Path(f"/proc/{committer.pid}/stat").read_bytes())
         write(checkpoint.path, FILES)
         commit.cast_vote(checkpoint, vote(checkpoint, FILES, rank=1, world_size=2))
         assert commit.wait_outcome(checkpoint, "attempt1", 1, timeout=0.3) == "timeout"

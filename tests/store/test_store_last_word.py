@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
+import disks
 import pytest
 from datastates.store import last_word
 from datastates.store.layout import Root
@@ -40,12 +40,7 @@ def test_a_directory_that_cannot_be_read_tells_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_word_needs_no_space_on_a_full_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "ckpt-run-test", str(disk)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("nothing can be mounted here")
-    try:
+    with disks.small(tmp_path / "disk", 64 << 10) as disk:
         root = Root.of(disk / "out")
         root.run_dir.mkdir(parents=True)
         with (
@@ -56,5 +51,3 @@ def test_the_last_word_needs_no_space_on_a_full_disk(tmp_path: Path) -> None:
                 stream.write(bytes(4096))
         last_word.give_up(root, "a1", 1, 0)
         assert last_word.given_up(root, "a1", 1) == [0]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

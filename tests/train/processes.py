@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -106,17 +106,6 @@ def lines(job: Job, rank: int = 0) -> list[dict[str, Any]]:
 def losses(job: Job, rank: int = 0) -> list[tuple[int, float]]:
     """(step, loss) in the order in which they were logged, over all runs with the same log."""
     return [(line["step"], line["loss"]) for line in lines(job, rank) if "loss" in line]
-
-
-def wait_until(condition: Callable[[], Any], what: str, training: Training | None = None) -> Any:
-    """The first true value of ``condition``; fails when there is none within :data:`PATIENCE`."""
-    deadline = time.monotonic() + PATIENCE
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.001)
-    raise AssertionError(f"{what} did not happen\n{training.text()[-5000:] if training else ''}")
 
 
 def free_port() -> int:

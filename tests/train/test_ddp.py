@@ -12,7 +12,8 @@ import psutil
 import pytest
 import runs
 import torch
-from processes import Job, Training, lines, losses, wait_until
+from processes import Job, Training, lines, losses
+from waiting import until
 
 ARGUMENTS: dict[str, Any] = {"max_steps": 8, "save_steps": 2}
 BEST: dict[str, Any] = {
@@ -174,7 +175,7 @@ def test_a_rank_that_never_votes_costs_one_checkpoint_after_the_time_limit(
 
 def test_a_rank_that_dies_ends_the_waits_of_the_other(tmp_path: Path) -> None:
     training = Training(job(tmp_path, pause=0.02, orderly=False, settings={"commit_timeout": 1}), 2)
-    wait_until(lambda: len(losses(training.job)) >= 3, "step 3", training)
+    until(lambda: len(losses(training.job)) >= 3, "step 3", seen=training.text)
     psutil.Process(training.pids[1]).kill()
     codes = training.join()
     assert codes[1] == -9

@@ -14,7 +14,8 @@ from typing import Any
 import processes
 import pytest
 import runs
-from processes import SCRIPTS, Job, Training, losses, wait_until
+from processes import SCRIPTS, Job, Training, losses
+from waiting import until
 
 STEPS = 16
 ROWS = 22
@@ -51,8 +52,8 @@ def killed_and_resumed(
         training = Training(ours, ranks)
         already = len(losses(ours))
         further = chance.randrange(1, STEPS // (kills + 1) + 2)
-        wait_until(lambda a=already, f=further: len(losses(ours)) >= a + f, f"step {further}", training)
-        wait_until(lambda: runs.committed(Path(ours.output_dir)), "a commit", training)
+        until(lambda a=already, f=further: len(losses(ours)) >= a + f, f"step {further}", seen=training.text)
+        until(lambda: runs.committed(Path(ours.output_dir)), "a commit", seen=training.text)
         time.sleep(chance.uniform(0, 0.06))
         training.kill()
     return ours, Training(replace(ours, pause=0.0), ranks).finish()["weights"]
@@ -130,8 +131,8 @@ def killed_then_resumed_by_launchers(
     process = processes.launch(first(ours), output)
     target = chance.randrange(3, STEPS - 2)
     try:
-        wait_until(lambda: len(losses(ours)) >= target, f"step {target} under the launcher")
-        wait_until(lambda: runs.committed(Path(ours.output_dir)), "a commit under the launcher")
+        until(lambda: len(losses(ours)) >= target, f"step {target} under the launcher")
+        until(lambda: runs.committed(Path(ours.output_dir)), "a commit under the launcher")
     finally:
         processes.kill_tree(process)
     process = processes.launch(second(ours), output)

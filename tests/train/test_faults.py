@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import disks
 import processes
 import pytest
 import runs
@@ -59,16 +60,8 @@ class Disk:
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """8 MiB of tmpfs; a tiny checkpoint takes 0.4."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "ckpt-run-test", str(path)], capture_output=True, text=True
-    )
-    if mount.returncode:
-        pytest.skip(f"nothing can be mounted here: {mount.stderr.strip()}")
-    yield Disk(path)
-    while os.path.ismount(path):
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    with disks.small(tmp_path / "disk", 8 << 20) as path:
+        yield Disk(path)
 
 
 class At(TrainerCallback):

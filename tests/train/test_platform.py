@@ -21,6 +21,7 @@ import tiny
 from processes import SCRIPTS, Job
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from waiting import until
 
 STEPS = 40
 SAVE = 4
@@ -116,9 +117,7 @@ def test_the_platforms_script_is_killed_relaunched_and_ends_as_under_stock_train
     log = Path(f"{output_dir}.log")
     process = start(desk, output_dir)
     try:
-        processes.wait_until(
-            lambda: runs.committed(output_dir) or process.poll() is not None, "a commit or the end"
-        )
+        until(lambda: runs.committed(output_dir) or process.poll() is not None, "a commit or the end")
     finally:
         processes.kill_tree(process)
     assert "resume False None" in log.read_text()

@@ -6,7 +6,6 @@ import errno
 import os
 import re
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import disks
 import pytest
 import runs
 import tiny
@@ -237,23 +237,17 @@ def test_a_stock_training_goes_on_from_trainers_own_checkpoint_when_ours_are_gon
 @pytest.fixture
 def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Path]]:
     """A directory on a file system of so many bytes; where nothing may be mounted, one that says it is that small."""
-    mounted: list[Path] = []
 
     def make(nbytes: int) -> Path:
         directory = tmp_path / "disk"
-        directory.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "small", str(directory)]
-        if os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0:
-            mounted.append(directory)
-        else:
+        if disks.mount(directory, nbytes):
             pages = nbytes // 4096
             answer = os.statvfs_result((4096, 4096, pages, pages, pages, 999, 999, 999, 0, 255))
             monkeypatch.setattr(space.os, "statvfs", lambda path: answer)
         return directory / "out"
 
     yield make
-    for directory in mounted:
-        subprocess.run(["umount", str(directory)], check=True)
+    disks.unmount(tmp_path / "disk")
 
 
 def shortages(caplog: pytest.LogCaptureFixture) -> list[str]:
