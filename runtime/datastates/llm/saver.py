@@ -90,7 +90,8 @@ class Saver:
             with intercept.sink(scope):
                 write()
             directory.prepare()
-            held = {**scope.hold_back(), **(pointers or {})}
+            # Only where they will be written: another rank may see the file of this one, for DeepSpeed lets the ranks meet after it.
+            held = {**scope.hold_back(), **(pointers or {})} if self._committer.commits else {}
             pending = self._pending(directory, scope)
         except Exception as error:
             scope.discard()
