@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Sandbox:
         self.path = path
         self.home = path / "home"
         self.home.mkdir()
+        self.at_close: list[Callable[[], None]] = []
         self._started: list[subprocess.Popen[str]] = []
         self.env = {
             "PATH": f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}",
@@ -102,6 +103,8 @@ class Sandbox:
 
     def close(self) -> None:
         """Leave nothing running that a failed test did not end."""
+        for end in self.at_close:
+            end()
         for process in self._started:
             if process.poll() is None:
                 family = psutil.Process(process.pid)

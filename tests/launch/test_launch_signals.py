@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import resource
 import signal
 import subprocess
@@ -24,6 +23,7 @@ from launch_tools import (
     opened_by,
     words_in,
 )
+from terminal import Terminal
 from waiting import until
 
 
@@ -258,7 +258,7 @@ def test_a_launcher_that_dies_leaves_no_rank_alone(sandbox: Sandbox, log: Path) 
         "rank.py",
         "import signal, sys, time\n"
         "def save(*_):\n    time.sleep(1)\n    open('saved', 'w').close()\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGTERM, save)\nopen('up', 'w').close()\nwhile True: signal.pause()\n",
+        "signal.signal(signal.SIGTERM, save)\nopen('up', 'w').close()\nwhile True: time.sleep(0.1)\n",
     )
     process = sandbox.start("sh", "-c", f"RANK=0 setsid {sys.executable} {saving} & wait")
     until((sandbox.path / "up").exists)
@@ -340,30 +340,6 @@ def test_children_of_the_shell_that_became_us_are_not_waited_for(sandbox: Sandbo
 
 
 # --- a terminal ----------------------------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """ckpt-run on a terminal of its own."""
-
-    def __init__(self, sandbox: Sandbox, *words: str, program: str = CKPT_RUN) -> None:
-        self.text = b""
-        self.pid, self._master = pty.fork()
-        if self.pid == 0:
-            os.chdir(sandbox.path)
-            os.execve(program, [program, *words], sandbox.env)
-
-    def type(self, data: bytes) -> None:
-        os.write(self._master, data)
-
-    def finish(self) -> int:
-        """The exit code, or minus the signal."""
-        try:
-            while data := os.read(self._master, 1000):
-                self.text += data
-        except OSError:  # the other end is closed
-            pass
-        os.close(self._master)
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 def test_ctrl_c_arrives_once(sandbox: Sandbox, log: Path) -> None:
