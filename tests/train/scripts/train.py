@@ -19,6 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import faults  # noqa: E402
+import models  # noqa: E402
 import sharding  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
@@ -30,6 +31,7 @@ class Job:
     """What to train; every field has a JSON form.
 
     ``orderly``: before each step with an even number everything saved so far has its outcome, so that it is known what is on disk when.
+    ``kind``: of model, a function of :mod:`models` that takes ``model``.
     ``late``: memory is copied at the fence and never earlier; a last line tells how much (see :class:`late.LateEngine`).
     ``rows``: of data. ``pause``: seconds that each step takes longer, so that a kill finds something to hit. ``faults``: see :func:`faults.install`.
     """
@@ -42,6 +44,7 @@ class Job:
     late: bool = False
     pause: float = 0.0
     rows: int = 64
+    kind: str = "llama"
     arguments: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -97,7 +100,7 @@ def main(job: Job) -> None:
     sharding.prepare(job.arguments)
     trainer = tiny.trainer(
         Path(job.output_dir),
-        model=tiny.llama(**job.model),
+        model=models.build(job.kind, **job.model),
         data=tiny.Tokens(job.rows),
         callbacks=[log],
         **job.arguments,
@@ -114,7 +117,8 @@ def main(job: Job) -> None:
     trainer.train(resume_from_checkpoint=job.resume)
     if engine:
         log.write(late=engine.late, eager=engine.eager, late_bytes=engine.late_bytes, bytes=engine.bytes)
-    log.write(weights=fingerprint(trainer), step=trainer.state.global_step)
+    state = {"state": sharding.digest(trainer)} if trainer.args.fsdp else {}
+    log.write(weights=fingerprint(trainer), step=trainer.state.global_step, **state)
 
 
 if __name__ == "__main__":

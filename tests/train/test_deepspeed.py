@@ -1,0 +1,125 @@
+"""DeepSpeed under the Trainer, on two ranks: what is saved, how late it is copied, and what reads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import runs
+from processes import Job, Training, lines, losses
+from sharding import zero
+
+BF16 = {"bf16": True}
+GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
+OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+BLOCKS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 4}},
+}
+OWN = {**zero(2, BLOCKS), "learning_rate": 1e-3, "warmup_steps": 4}
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A way to train, and files of rank 0 and 1 by which it is known."""
+
+    arguments: dict[str, Any]
+    files: set[str] = field(default_factory=set)
+    kind: str = "llama"
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def shards(prefix: str = "zero") -> set[str]:
+    return {f"global_step4/{prefix}_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)}
+
+
+MODES = {
+    "stage 0 in bf16": Mode({**zero(0), **BF16}, {"global_step4/mp_rank_00_model_states.pt"}),
+    "stage 1": Mode(zero(1), shards()),
+    "stage 2": Mode(zero(2), shards()),
+    "stage 2 in bf16": Mode({**zero(2), **BF16, "gradient_accumulation_steps": 4}, shards("bf16_zero")),
+    "stage 2 offloaded": Mode(zero(2, **OFFLOADED), shards()),
+    "stage 2 with an adapter": Mode(zero(2), shards() | {"adapter_model.safetensors"}, "lora"),
+    "stage 2 with own optimizer and scheduler": Mode(OWN, shards()),
+    "stage 3": Mode(zero(3), shards()),
+    "stage 3 gathered in bf16": Mode(
+        {**zero(3, **GATHERED), **BF16}, shards("bf16_zero") | {"model.safetensors"}
+    ),
+    "stage 3 offloaded": Mode(zero(3, **OFFLOADED, offload_param={"device": "cpu"}), shards()),
+    "stage 3 with an adapter": Mode(zero(3, **GATHERED), shards() | {"adapter_model.safetensors"}, "lora"),
+    "experts": Mode(OWN, {"global_step4/layer_0_expert_1_mp_rank_00_model_states.pt"}, "experts"),
+}
+STEPS = (2, 4)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same training by stock code and by ours, into a directory of the same name: some files hold it."""
+
+    stock: Path
+    ours: Path
+    job: Job
+
+    def last_line(self, rank: int) -> dict[str, Any]:
+        return [line for line in lines(self.job, rank) if "late_bytes" in line][-1]
+
+
+def job(directory: Path, mode: str, **changes: Any) -> Job:
+    how = MODES[mode]
+    arguments = {"max_steps": 4, "save_steps": 2, **how.arguments}
+    return Job(
+        **{
+            "output_dir": str(directory / "out"),
+            "log": str(directory / "log"),
+            "resume": None,
+            "kind": how.kind,
+            "model": how.model,
+            "arguments": arguments,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """By mode; ours copies as late as possible."""
+    known: dict[str, Pair] = {}
+
+    def train(mode: str) -> Pair:
+        if mode not in known:
+            directory = tmp_path_factory.mktemp("mode")
+            stock = job(directory, mode, decorated=False, log=str(directory / "stock"))
+            Training(stock, 2).finish()
+            shutil.move(directory / "out", directory / "by-stock")
+            ours = job(directory, mode, late=True)
+            Training(ours, 2).finish()
+            assert losses(ours) == losses(stock)
+            known[mode] = Pair(directory / "by-stock", directory / "out", ours)
+        return known[mode]
+
+    return train
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_file_is_byte_for_byte_what_stock_code_writes(
+    mode: str, trained: Callable[[str], Pair]
+) -> None:
+    pair = trained(mode)
+    assert checkpoints.whole(pair.ours) == list(STEPS)
+    for step in STEPS:
+        expected = checkpoints.digests(pair.stock / f"checkpoint-{step}")
+        assert checkpoints.digests(runs.checkpoint(pair.ours, step)) == expected
+    assert MODES[mode].files <= expected.keys()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Callable[[str], Pair]) -> None:
+    for rank in (0, 1):
+        last = trained(mode).last_line(rank)
+        assert last["eager"] == [{}, {}]
+        assert last["late_bytes"] > 0
