@@ -1,4 +1,4 @@
-"""What a Trainer's commits entail: its own copy, the old checkpoints that go, and the run's record, which rank 0 keeps."""
+"""What a Trainer's commits entail: its own copy, the old checkpoints that go, and the run's record, which the committing rank keeps."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class Housekeeping:
         self._plan = plan
         self._root = root
         self._journal = journal
+        self._committed = {plan.resume_step} if plan.resume_step else set()
+        self._everywhere: int | None = None
         self._record_lock = threading.Lock()
         self._cleaning = threading.Lock()
 
@@ -50,9 +52,12 @@ class Housekeeping:
         """
         self._update_record(lambda record: record.at_step(max(record.step, save.step)))
         directory = save.directory
+        self._committed.add(directory.step)
         limit = self._trainer.args.save_total_limit
         now_best = self._trainer.state.best_model_checkpoint
         kept = {Path(path).name for path in (save.best, now_best) if path is not None}
+        if self._everywhere is not None:
+            kept.add(self._root.checkpoint(self._everywhere).path.name)
         try:
             with self._cleaning:
                 if self._settings.keep_trainer_saves:
@@ -63,6 +68,15 @@ class Housekeeping:
                     retention.remove(old)
         except OSError as trouble:
             logger.error("%s after checkpoint-%d was committed: %s", log.PREFIX, directory.step, trouble)
+
+    @property
+    def committed(self) -> tuple[int, ...]:
+        """The steps committed here in this ``train()`` call, and the one that it resumed from."""
+        return tuple(self._committed)
+
+    def keep(self, everywhere: int | None) -> None:
+        """The newest step that all nodes have stays until they have a newer one: killed now, only that one could be resumed from."""
+        self._everywhere = everywhere
 
     def committed_bytes(self) -> int:
         """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
@@ -76,6 +90,7 @@ class Housekeeping:
     def begin_lineage(self, plan: Plan) -> None:
         """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
         self._plan = plan
+        self._committed = {plan.resume_step} if plan.resume_step else set()
 
         def renamed(record: RunRecord) -> RunRecord:
             mine = replace(record.lineages[plan.ordinal], id=plan.lineage)

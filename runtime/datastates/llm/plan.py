@@ -1,16 +1,18 @@
-"""What rank 0 decides at the start of ``train()``."""
+"""What rank 0 decides at the start of ``train()``; with disks of their own (nodes.py), what each node's committing rank does of it."""
 
 from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datastates.llm import log, resume
 from datastates.settings import Settings
 from datastates.store import commit, last_word, layout, lineage, occupant
+from datastates.store.lineage import ResumePoint
 from datastates.store.runrecord import RunRecord
 
 logger = log.logger("datastates.llm.decorator")
@@ -18,7 +20,10 @@ logger = log.logger("datastates.llm.decorator")
 
 @dataclass(frozen=True)
 class Plan:
-    """The same on every rank. ``root`` is as the script gives it, relative or not. ``trouble`` says why nothing can be saved; it is empty when all is well."""
+    """The same on every rank that saves into one directory. ``root`` is as the script gives it, relative or not. ``trouble`` says why nothing can be saved; it is empty when all is well.
+
+    ``keeper`` tells apart who wrote run.json: host, pid and time of the rank that commits.
+    """
 
     root: str
     run_id: str
@@ -28,6 +33,7 @@ class Plan:
     resume_path: str | None
     resume_step: int
     trouble: str = ""
+    keeper: tuple[str, int, float] = ("", 0, 0.0)
 
 
 def decide(
@@ -42,21 +48,45 @@ def decide(
         args: the TrainingArguments.
         ordinal: how many ``train()`` calls of this process went into the same output directory before.
     """
-    attempt, lineage_id = lineage.new_id(), lineage.new_id()
-    run_id = os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
     output_dir = str(Path(root).parent)
-    place = layout.Root.of(output_dir)
-    choice = None
     try:
         record = resume.run_record(output_dir)
         choice = resume.choose(request, settings, output_dir, ordinal, record)
-        _occupy(place)
+    except resume.NothingToResumeError as error:
+        return error
+    except Exception as error:
+        logger.debug("no plan", exc_info=True)
+        return in_trouble(root, ordinal, error, request.path)
+    return set_out(args, root, ordinal, choice, record)
+
+
+def set_out(
+    args: Any,
+    root: str,
+    ordinal: int,
+    choice: ResumePoint | None,
+    record: RunRecord | None,
+    like: Plan | None = None,
+    siblings: Collection[str] = (),
+) -> Plan:
+    """Do what follows from a choice on disk. Nothing is raised: what goes wrong is the plan's ``trouble``.
+
+    Args:
+        record: of the last run in this directory.
+        like: the plan of another node, whose attempt and lineage this one's are to be.
+        siblings: how the names begin of those that save for the other nodes of this training.
+    """
+    place = layout.Root.of(str(Path(root).parent))
+    run_id = like.run_id if like else os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
+    attempt = like.attempt if like else lineage.new_id()
+    try:
+        _occupy(place, siblings)
         commit.sweep(place, attempt, spare=choice.path if choice else None)
         last_word.forget(place)
         here = RunRecord.here(
             run_id=run_id,
             attempt=attempt,
-            output_dir=os.path.abspath(output_dir),
+            output_dir=str(place.path.parent),
             world_size=args.world_size,
             step=max(choice.step, 0) if choice else 0,
             max_steps=max(args.max_steps, 0),
@@ -64,23 +94,40 @@ def decide(
         mine, here = lineage.begin(
             record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
         )
+        if like is not None:
+            mine = replace(mine, id=like.lineage)
+            here = here.with_lineage(ordinal, mine)
         here.write(place)
-    except resume.NothingToResumeError as error:
-        return error
     except Exception as error:
         logger.debug("no plan", exc_info=True)
-        given = str(choice.path) if choice else request.path
-        return Plan(root, run_id, attempt, lineage_id, ordinal, given, 0, f"{type(error).__name__}: {error}")
+        return in_trouble(root, ordinal, error, str(choice.path) if choice else None)
+    keeper = (here.host, here.pid, here.started)
+    plan = Plan(root, run_id, attempt, mine.id, ordinal, None, 0, keeper=keeper)
     if choice is None:
-        return Plan(root, run_id, attempt, mine.id, ordinal, None, 0)
+        return plan
+    if like is not None:
+        return replace(plan, resume_path=str(choice.path), resume_step=like.resume_step)
     continues = choice.lineage == mine.id and choice.kind == lineage.OURS
-    return Plan(root, run_id, attempt, mine.id, ordinal, str(choice.path), choice.step if continues else 0)
+    return replace(plan, resume_path=str(choice.path), resume_step=choice.step if continues else 0)
 
 
-def _occupy(root: layout.Root) -> None:
-    name = f"process {os.getpid()} on {os.uname().nodename} ({' '.join(sys.orig_argv)})"
-    other = occupant.occupy(root, name)
-    if other is not None:
-        raise FileExistsError(
-            f"{other} saves into {root.path} now; end it, or give this training another output_dir"
-        )
+def in_trouble(root: str, ordinal: int, error: Exception, resume_path: str | None) -> Plan:
+    """The plan of a training that we cannot save, because of ``error``."""
+    ids = [lineage.new_id() for _ in range(3)]
+    return Plan(root, *ids, ordinal, resume_path, 0, f"{type(error).__name__}: {error}")
+
+
+def name() -> str:
+    """How this process is told apart from others that save; the command follows."""
+    return f"process {os.getpid()} on {os.uname().nodename} ("
+
+
+def _occupy(root: layout.Root, siblings: Collection[str]) -> None:
+    other = occupant.occupy(root, f"{name()}{' '.join(sys.orig_argv)})")
+    if other is None:
+        return
+    if other.startswith(tuple(siblings)):
+        raise FileExistsError(f"{root.path} is one directory for all nodes: leave out save_on_each_node")
+    raise FileExistsError(
+        f"{other} saves into {root.path} now; end it, or give this training another output_dir"
+    )

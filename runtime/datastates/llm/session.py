@@ -14,7 +14,7 @@ from typing import Any
 
 from datastates.engine import PendingFile
 from datastates.formats import intercept
-from datastates.llm import host_cache, log, meetings, ranks, resume, space, trouble
+from datastates.llm import host_cache, log, meetings, nodes, ranks, resume, space, trouble
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.housekeeping import Housekeeping
@@ -47,10 +47,10 @@ class Session:
         self._steps = {plan.resume_step} if plan.resume_step else set()
         self._after_scope: list[tuple[Callable[[], None], str]] = []
         self._space_told = False
-        self._leads = place.rank == 0
+        self._leads = place.leads
         self._saver: Saver | None = None
         self.running = True
-        obstacle = ranks.first(place, plan.trouble or self._open())
+        obstacle = ranks.first(place, plan.trouble or nodes.unseen(place, plan, self._root) or self._open())
         self.active = not obstacle
         if obstacle:
             self._leave_it_to_trainer(obstacle)
@@ -70,12 +70,15 @@ class Session:
         Raises:
             resume.NothingToResumeError: on every rank.
         """
-        place = ranks.Ranks.of(trainer)
+        place = nodes.of(trainer)
         goes_on = last is not None and last.root_as_given == root and (request.resume is True or request.path)
         ordinal = resume.count_train_call(str(Path(root).parent), last.ordinal if last and goes_on else None)
         ranks.meet(place)
-        plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
-        plan = ranks.tell(place, plan, trainer.args.device)
+        if place.nodes > 1:
+            plan = nodes.decide(place, trainer.args, settings, request, root, ordinal)
+        else:
+            plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
+            plan = ranks.tell(place, plan, trainer.args.device)
         if isinstance(plan, resume.NothingToResumeError):
             raise plan
         return cls(trainer, settings, place, plan)
@@ -151,6 +154,8 @@ class Session:
             return
         assert self._saver is not None
         self._steps.add(step)
+        if self._ranks.nodes > 1:
+            self._housekeeping.keep(ranks.committed_everywhere(self._ranks, self._housekeeping.committed))
         directory = self._root.checkpoint(step)
         saved = self._saver.save(
             directory,

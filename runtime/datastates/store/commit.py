@@ -8,11 +8,12 @@ number of a save within it. Both are in every document, so an answer from anothe
 1. Every rank makes ``.ckpt/`` (:meth:`CheckpointDir.prepare`, which waits for no disk) and writes its files under temporary names in it. *On disk: a directory
    without a manifest. It is not a checkpoint; no reader takes it for one.*
 2. A rank's files are durable: they are renamed to their final names, and the directories fsynced. *Still no manifest.*
-3. The rank votes (:func:`cast_vote`): ``rank-R.json`` names its files, sizes and checksums, or carries an error. A vote is durable before
-   it is visible.
+3. The rank votes (:func:`cast_vote`): ``rank-R.json`` names its files, sizes and checksums, or carries an error. A vote appears whole, but
+   nothing makes it durable: it is for the living, and after a power cut nobody asks for it.
 4. The committer waits for every vote (:func:`collect_votes`). An error vote, a missing vote after the time limit, or two votes that
    disagree about a file end the save: :class:`CommitAbandoned`.
-5. The committer publishes (:func:`publish`): it looks at every file the votes name; makes the files durable that stock code wrote by
+5. The committer publishes (:func:`publish`): it looks at every file the votes name, and looks again for a while if the file system does
+   not show one yet; makes the files durable that stock code wrote by
    itself, and adds them with their checksums; fsyncs the directories, those above the output directory too, the first time; and only then
    gives the manifest its name.
    **That rename is the commit.** Killed before it, there is no checkpoint; killed after it, there is a whole one.
@@ -20,10 +21,15 @@ number of a save within it. Both are in every document, so an answer from anothe
    nothing; then waits end by their own time limit.
 7. The next ``train()`` moves what was never committed to ``.aside`` (:func:`sweep`) before any rank writes. Only such leftovers are ever
    deleted here, all but the newest. A committed checkpoint that stands in the way is moved (:func:`set_aside`), never deleted or changed.
+
+What it costs, for N ranks and F files: a rank writes one vote and then asks by name for the outcome, in pauses that grow with N, so that
+all ranks together ask no more than a hundred times a second. The committer lists one directory at each look and reads each vote once; then
+it looks once at each of the F files and lists each directory once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -42,6 +48,7 @@ from datastates.store.durable import (
     make_directories,
     remove_temporaries,
     write_durably,
+    write_whole,
 )
 from datastates.store.layout import PRIVATE, CheckpointDir, Root, directories, rank_of
 from datastates.store.manifest import (
@@ -55,10 +62,12 @@ from datastates.store.manifest import (
     read_manifest,
     read_vote,
 )
-from datastates.store.verify import scan, shape_problem
+from datastates.store.verify import scan, verify_shapes
 
 FIRST_POLL_SECONDS = 0.002
 LAST_POLL_SECONDS = 0.2
+SECONDS_PER_WAITER = 0.01
+"""The longest pause of each of N processes that wait for the same word is at least N times this: a shared file system serves them all."""
 MAX_REASON = 4000
 REMOVED = ".removed"
 """Ends the name of a directory in ``.aside`` that is being deleted on purpose."""
@@ -79,7 +88,7 @@ def never() -> bool:
 
 
 def cast_vote(checkpoint: CheckpointDir, vote: Vote) -> None:
-    """Publish one rank's vote, durably. Call it when the rank's files are durable under their final names.
+    """Publish one rank's vote. Call it when the rank's files are durable under their final names.
 
     Raises:
         ManifestError: no reader would accept the vote (a file outside the checkpoint, for example).
@@ -87,8 +96,11 @@ def cast_vote(checkpoint: CheckpointDir, vote: Vote) -> None:
     """
     data = vote.encode()
     parse_vote(data, checkpoint.vote(vote.rank))
-    checkpoint.prepare()
-    write_durably(checkpoint.vote(vote.rank), data)
+    try:
+        write_whole(checkpoint.vote(vote.rank), data)
+    except FileNotFoundError:
+        checkpoint.prepare()
+        write_whole(checkpoint.vote(vote.rank), data)
 
 
 def failed_vote(vote: Vote, error: str) -> Vote:
@@ -134,10 +146,17 @@ def publish(
     rank: int = 0,
     crc32: Crc32 = zlib.crc32,
     cancelled: Callable[[], bool] = never,
+    patience: float = 0.0,
+    others: Iterable[str] | None = None,
 ) -> Manifest:
     """Commit the checkpoint that ``votes`` describe; ``rank`` is the committer's.
 
     Every file in the directory that no vote names is made durable, checksummed and added. Publishing the same save again changes nothing.
+    A staged checkpoint takes the place of the one whose manifest is there.
+
+    Args:
+        others: the files to add, where the directory is not ours alone: whatever else appears in it is the user's.
+        patience: seconds that a file which was voted for may take to be seen here; a network file system may be late.
 
     Raises:
         CommitAbandoned: the votes contradict each other or the disk, the directory holds another commit, or ``cancelled`` said so.
@@ -148,8 +167,8 @@ def publish(
     if published:
         return published
     entries = merge(votes)
-    _check_presence(checkpoint, entries.values())
-    for path in scan(checkpoint.path):
+    _check_presence(checkpoint, entries.values(), patience, cancelled)
+    for path in scan(checkpoint.files) if others is None else others:
         if cancelled():
             raise CommitAbandoned("cancelled")
         if path not in entries:
@@ -162,6 +181,9 @@ def publish(
         world_size=first.world_size,
         lineage=first.lineage,
         ordinal=first.ordinal,
+        node=first.node,
+        nodes=first.nodes,
+        voters=len(votes) if first.nodes > 1 else 0,
         files=tuple(entries[path] for path in sorted(entries)),
     )
     _fsync_directories(checkpoint, entries)
@@ -188,10 +210,20 @@ def abandon(checkpoint: CheckpointDir, attempt: str, save: int, reason: str) -> 
 
 
 def wait_outcome(
-    checkpoint: CheckpointDir, attempt: str, save: int, timeout: float, cancelled: Callable[[], bool] = never
+    checkpoint: CheckpointDir,
+    attempt: str,
+    save: int,
+    timeout: float,
+    cancelled: Callable[[], bool] = never,
+    waiting: int = 1,
 ) -> str:
-    """Wait for a save's end: ``"committed"``, ``"abandoned: <reason>"``, ``"timeout"`` or ``"cancelled"``. Never raises."""
-    for _ in polls(timeout, cancelled):
+    """Wait for a save's end: ``"committed"``, ``"abandoned: <reason>"``, ``"timeout"`` or ``"cancelled"``. Never raises.
+
+    Args:
+        waiting: how many processes wait for this word; the more, the longer the pauses.
+    """
+    for _ in polls(timeout, cancelled, max(LAST_POLL_SECONDS, waiting * SECONDS_PER_WAITER)):
+        look_again(checkpoint.private)
         outcome = _outcome(checkpoint, attempt, save)
         if outcome:
             return outcome
@@ -239,8 +271,17 @@ def delete(checkpoint: CheckpointDir) -> None:
         _delete_tree(target)
 
 
-def polls(timeout: float, cancelled: Callable[[], bool] = never) -> Iterator[None]:
-    """Yield at once, then after pauses that grow from 2 ms to 200 ms, and a last time when ``timeout`` seconds are over or ``cancelled``."""
+def look_again(directory: Path) -> None:
+    """Let a network file system ask its server what is in a directory: it remembers for up to a minute which names were not there."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+
+
+def polls(
+    timeout: float, cancelled: Callable[[], bool] = never, longest: float = LAST_POLL_SECONDS
+) -> Iterator[None]:
+    """Yield at once, then after pauses that grow from 2 ms to ``longest`` seconds, and a last time when ``timeout`` seconds are over or
+    ``cancelled``."""
     deadline = time.monotonic() + timeout
     pause = FIRST_POLL_SECONDS
     while True:
@@ -249,7 +290,7 @@ def polls(timeout: float, cancelled: Callable[[], bool] = never) -> Iterator[Non
         if over:
             return
         time.sleep(max(0.0, min(pause, deadline - time.monotonic())))
-        pause = min(pause * 2, LAST_POLL_SECONDS)
+        pause = min(pause * 2, longest)
 
 
 def merge(votes: Iterable[Vote]) -> dict[str, FileEntry]:
@@ -314,7 +355,17 @@ def _agreed(votes: Sequence[Vote]) -> Vote:
     if not votes:
         raise CommitAbandoned("nobody voted")
     facts = {
-        (vote.attempt, vote.save, vote.step, vote.world_size, vote.lineage, vote.ordinal) for vote in votes
+        (
+            vote.attempt,
+            vote.save,
+            vote.step,
+            vote.world_size,
+            vote.lineage,
+            vote.ordinal,
+            vote.node,
+            vote.nodes,
+        )
+        for vote in votes
     }
     if len(facts) > 1:
         raise CommitAbandoned("the ranks do not agree on what is being saved")
@@ -331,24 +382,35 @@ def _published(checkpoint: CheckpointDir, vote: Vote) -> Manifest | None:
     except FileNotFoundError:
         return None
     except ManifestError as error:
+        if checkpoint.staged:
+            return None
         raise CommitAbandoned(f"there is another commit already: {error}") from None
     if (manifest.attempt, manifest.save) != (vote.attempt, vote.save):
+        if checkpoint.staged:
+            return None
         raise CommitAbandoned(
             f"{checkpoint.path.name} is already committed, by save {manifest.save} of attempt {manifest.attempt}"
         )
     return manifest
 
 
-def _check_presence(checkpoint: CheckpointDir, entries: Iterable[FileEntry]) -> None:
-    for entry in entries:
-        problem = shape_problem(checkpoint.path, entry)
-        if problem:
-            raise CommitAbandoned(f"{entry.path} {problem}")
+def _check_presence(
+    checkpoint: CheckpointDir, entries: Iterable[FileEntry], patience: float, cancelled: Callable[[], bool]
+) -> None:
+    bad = list(entries)
+    problems: list[str] = []
+    for _ in polls(patience, cancelled, max(LAST_POLL_SECONDS, len(bad) * SECONDS_PER_WAITER)):
+        verdicts = verify_shapes(checkpoint.files, bad)
+        bad = [entry for entry, verdict in zip(bad, verdicts, strict=True) if not verdict.ok]
+        if not bad:
+            return
+        problems = [f"{verdict.path} {verdict.reason}" for verdict in verdicts if not verdict.ok]
+    raise CommitAbandoned("cancelled" if cancelled() else problems[0])
 
 
 def _take_in(checkpoint: CheckpointDir, name: str, crc32: Crc32) -> dict[str, FileEntry]:
     """Make a file durable that somebody else wrote, and checksum it; it must hold still meanwhile. Nothing when it is gone again."""
-    path = checkpoint.path / name
+    path = checkpoint.files / name
     for _ in range(_STABLE_TRIES):
         try:
             before = path.lstat()
@@ -373,12 +435,14 @@ def _fsync_directories(checkpoint: CheckpointDir, paths: Iterable[str]) -> None:
     inside = {
         parent
         for path in paths
-        for parent in (checkpoint.path / path).parents
+        for parent in (checkpoint.files / path).parents
         if parent.is_relative_to(checkpoint.path)
     }
     output_dir = checkpoint.path.parent.parent
-    for directory in sorted({*inside, checkpoint.path, checkpoint.path.parent, output_dir}, reverse=True):
+    for directory in sorted({*inside, checkpoint.path, checkpoint.path.parent}, reverse=True):
         fsync_directory(directory)
+    with contextlib.suppress(PermissionError):  # what we may not read has been there before us
+        fsync_directory(output_dir)
     _fsync_above(output_dir)
 
 

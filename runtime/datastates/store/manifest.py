@@ -60,7 +60,10 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Signed:
-    """What a vote and a manifest have in common: which save of which training, who signs, and the files. ``rank`` is the signer's."""
+    """What a vote and a manifest have in common: which save of which training, who signs, and the files. ``rank`` is the signer's.
+
+    Where every node saves on a disk of its own, this is the checkpoint of ``node``, one of ``nodes`` that belong together.
+    """
 
     attempt: str
     save: int
@@ -69,6 +72,8 @@ class _Signed:
     world_size: int
     lineage: str
     ordinal: int
+    node: int = 0
+    nodes: int = 1
     files: tuple[FileEntry, ...] = ()
     created: float = field(default_factory=time.time)
 
@@ -83,6 +88,7 @@ class _Signed:
                 "world_size": self.world_size,
                 "lineage": self.lineage,
                 "ordinal": self.ordinal,
+                **({"node": self.node, "nodes": self.nodes} if self.nodes > 1 else {}),
                 "created": self.created,
                 **more,
                 "files": [entry.to_json() for entry in self.files],
@@ -102,7 +108,9 @@ class Vote(_Signed):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest(_Signed):
-    """The commit: every file of a checkpoint. ``rank`` is the committer's."""
+    """The commit: every file of a checkpoint. ``rank`` is the committer's, ``voters`` how many ranks voted, told where that is not all of them."""
+
+    voters: int = 0
 
     @property
     def size(self) -> int:
@@ -110,7 +118,7 @@ class Manifest(_Signed):
         return sum(entry.size for entry in self.files)
 
     def encode(self) -> bytes:
-        return self._seal()
+        return self._seal(**({"voters": self.voters} if self.nodes > 1 else {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +166,7 @@ def parse_vote(data: bytes, file: Path) -> Vote:
 def parse_manifest(data: bytes, file: Path) -> Manifest:
     """Decode a manifest; ``file`` is for messages. Raises :class:`ManifestError` for whatever is not exactly one."""
     fields = unseal(data, file, FORMAT_VERSION)
-    return _parse_signed(Manifest, fields)
+    return _parse_signed(Manifest, fields, voters=fields.optional_whole("voters") or 0)
 
 
 def parse_abandonment(data: bytes, file: Path) -> Abandonment:
@@ -182,6 +190,8 @@ def _parse_signed(kind: type[S], fields: Fields, **more: Any) -> S:
         world_size=world_size,
         lineage=fields.text("lineage", IDENTIFIER),
         ordinal=fields.whole("ordinal"),
+        node=fields.optional_whole("node") or 0,
+        nodes=fields.optional_whole("nodes", low=1) or 1,
         created=fields.number("created"),
         files=_parse_files(fields),
         **more,

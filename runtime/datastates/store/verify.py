@@ -6,6 +6,7 @@ followed inside the checkpoint, never out of it. Nothing is unpickled or decoded
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import zlib
@@ -33,16 +34,26 @@ class FileVerdict:
     reason: str = ""
 
 
-def shape_problem(directory: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file without reading it: missing, no regular file, wrong size, outside; None when nothing is."""
+def shape_problem(
+    directory: Path, entry: FileEntry, resolve: Callable[[Path], Path] = Path.resolve
+) -> str | None:
+    """What is wrong with a file without reading it: missing, no regular file, wrong size, outside; None when nothing is.
+
+    Args:
+        resolve: gives the real path of a directory; whoever looks at many files remembers what it was told.
+    """
     path = directory / entry.path
     try:
-        status = path.stat()
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            status, place = path.stat(), path.resolve()
+        else:
+            place = resolve(path.parent) / path.name
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    if not path.resolve().is_relative_to(directory.resolve()):
+    if not place.is_relative_to(resolve(directory)):
         return "is a symbolic link that leads out of the checkpoint"
     if not stat.S_ISREG(status.st_mode):
         return "is not a regular file"
@@ -53,7 +64,8 @@ def shape_problem(directory: Path, entry: FileEntry) -> str | None:
 
 def verify_shapes(directory: Path, entries: Iterable[FileEntry]) -> list[FileVerdict]:
     """A verdict for each file by its presence and size alone: fast, and blind to changed bytes."""
-    problems = [(entry.path, shape_problem(directory, entry)) for entry in entries]
+    resolve = functools.cache(Path.resolve)
+    problems = [(entry.path, shape_problem(directory, entry, resolve)) for entry in entries]
     return [FileVerdict(path, problem is None, problem or "") for path, problem in problems]
 
 
