@@ -152,6 +152,14 @@ TABLE: tuple[Setting, ...] = (
         "eager copies everything before the save returns: for code that changes weights without an optimizer",
     ),
     Setting(
+        "loop_saves",
+        "CKPT_RUN_LOOP_SAVES",
+        "concurrent",
+        "concurrent, wait, off",
+        _one_of("concurrent", "wait", "off"),
+        "training loops without the Trainer; wait: the call returns when the checkpoint is committed, for scripts that read it at once",
+    ),
+    Setting(
         "cuda_driver",
         "CKPT_RUN_CUDA_DRIVER",
         "libcuda.so.1",
@@ -177,6 +185,7 @@ class Settings:
     exit_timeout: float
     io: Literal["auto", "direct", "buffered"]
     snapshot: str
+    loop_saves: str
     cuda_driver: str
 
 

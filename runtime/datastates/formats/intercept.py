@@ -67,6 +67,11 @@ def sink(target: Sink) -> Iterator[None]:
         _thread.sink = outer
 
 
+def collecting() -> bool:
+    """Whether this thread has an open :func:`sink`."""
+    return _thread.sink is not None
+
+
 def install() -> None:
     """Put the replacements in place. Process-wide, idempotent, for good; without an open :func:`sink` nothing changes."""
     global _installed

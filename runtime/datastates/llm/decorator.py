@@ -73,6 +73,11 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
     return attachment
 
 
+def trainers() -> list[Any]:
+    """The Trainers of this process that are decorated."""
+    return list(_attachments)
+
+
 def prepare() -> None:
     """Teach transformers' functions about our checkpoints; the hook calls this as soon as ``transformers.trainer`` is there.
 

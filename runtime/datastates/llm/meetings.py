@@ -23,8 +23,8 @@ def kept(trainer: Any, after_first: Callable[[], object] = lambda: None) -> Iter
         after_first: is called each time the ranks have met at the beginning.
     """
     with ExitStack() as stack:
-        flos = stack.enter_context(_counted(trainer, "store_flos", after_first))
-        barriers = stack.enter_context(_counted(dist, "barrier"))
+        flos = stack.enter_context(counted_calls(trainer, "store_flos", after_first))
+        barriers = stack.enter_context(counted_calls(dist, "barrier"))
         try:
             yield
         except Exception:
@@ -41,7 +41,9 @@ def _attend(trainer: Any, flos: list[None], barriers: list[None]) -> None:
 
 
 @contextmanager
-def _counted(owner: Any, name: str, afterwards: Callable[[], object] = lambda: None) -> Iterator[list[None]]:
+def counted_calls(
+    owner: Any, name: str, afterwards: Callable[[], object] = lambda: None
+) -> Iterator[list[None]]:
     """The list grows by one with each call of ``owner.name``."""
     calls: list[None] = []
     own = name in vars(owner)

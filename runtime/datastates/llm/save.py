@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -32,6 +32,21 @@ class Outcome:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a save of a training loop differs from one of a Trainer.
+
+    Args:
+        number: which save it is, as all ranks have agreed; None: they count alike.
+        voters: asked on the save's thread which ranks take part, when that is not known before; may take its time.
+        leaves_out: tells the names of files that this rank shall not write, since another one does.
+    """
+
+    number: int | None = None
+    voters: Callable[[], Collection[int]] | None = None
+    leaves_out: Callable[[str], bool] = lambda name: False
+
+
 Finish = Callable[["Save", "str | None"], Outcome]
 """Takes the save and this rank's error (or None), votes, and returns the outcome when it is known."""
 
@@ -50,6 +65,8 @@ class Save:
         before: the save before this one, which is to be committed first.
         pointers: small files that name this checkpoint as one to load, written only with the commit: content by path.
         torn: is told the names of tensors that did not hold still.
+        others: the files that stock code wrote by itself, where the directory is the user's as well; None: whatever is there.
+        voters: see :class:`Manner`.
     """
 
     def __init__(
@@ -64,6 +81,8 @@ class Save:
         best: str | None = None,
         before: Save | None = None,
         pointers: Mapping[Path, bytes] = MappingProxyType({}),
+        others: Collection[str] | None = None,
+        voters: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self.directory = directory
         self.step = directory.step
@@ -71,6 +90,8 @@ class Save:
         self.ticket = ticket
         self.best = best
         self.before = before
+        self.voters = voters
+        self._others = others
         self._pointers = pointers
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
@@ -96,6 +117,13 @@ class Save:
         """Those beside it: they name it when it is committed."""
         inside = self.pointers_inside
         return {path: text for path, text in self._pointers.items() if path not in inside}
+
+    @property
+    def others(self) -> list[str] | None:
+        """The files of the checkpoint that no vote names; None: whatever is in the directory."""
+        if self._others is None:
+            return None
+        return [*self._others, *map(self.directory.relative, self.pointers_inside)]
 
     def start(self) -> None:
         """Go on in the background; where no thread can be had, to the end and on this one."""

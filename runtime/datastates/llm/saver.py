@@ -15,13 +15,14 @@ from datastates.formats import intercept
 from datastates.llm import log, trouble
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
-from datastates.llm.save import Save
+from datastates.llm.save import Manner, Save
 from datastates.llm.scope import SaveScope
 from datastates.llm.space import human
 from datastates.llm.still import StillTensor
 from datastates.settings import Settings
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir
+from datastates.store.verify import scan
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -72,20 +73,23 @@ class Saver:
         write: Callable[[], object],
         best: Callable[[], str | None] = lambda: None,
         pointers: Mapping[Path, bytes] | None = None,
+        manner: Manner | None = None,
     ) -> bool:
         """Run ``write`` and carry on in the background with what it handed over. False when this rank's part has failed.
 
         Args:
             best: path of the best checkpoint, asked when ``write`` is done.
             pointers: see :class:`Save`; what ``write`` leaves of that kind in the directory is added.
+            manner: of a training loop's save; its directory is the user's as well, and what ``write`` leaves there is all that counts.
 
         Raises:
             Exception: whatever ``write`` raises that is not about the disk below the root.
         """
         began = time.perf_counter()
         FENCE.wait()
-        self._number += 1
-        scope = SaveScope(directory.path, self._still(self._torn_before))
+        how = manner or Manner()
+        self._number = self._number + 1 if how.number is None else how.number
+        scope = SaveScope(directory.files, self._still(self._torn_before), how.leaves_out)
         try:
             with intercept.sink(scope):
                 write()
@@ -93,6 +97,7 @@ class Saver:
             # Only where they will be written: another rank may see the file of this one, for DeepSpeed lets the ranks meet after it.
             held = {**scope.hold_back(), **(pointers or {})} if self._committer.commits else {}
             pending = self._pending(directory, scope)
+            others = [*scan(directory.files)] if manner and self._committer.commits else None
         except Exception as error:
             scope.discard()
             if not trouble.at_the_disk(error, str(self._root)):
@@ -115,6 +120,8 @@ class Saver:
                 best(),
                 before,
                 held,
+                others,
+                how.voters,
             ),
             began,
             late_bytes=sum(part.nbytes for file in pending for part in file.image.memory if part.still),
@@ -188,6 +195,11 @@ class Saver:
             logger.error(
                 "%s gave up waiting after %.0f s (exit_timeout)", log.PREFIX, time.monotonic() - began
             )
+
+    def wait_for(self, path: Path, timeout: float) -> bool:
+        """Until nothing is in flight into the checkpoint at ``path``; False when something is after ``timeout`` seconds."""
+        FENCE.wait()
+        return all(save.wait(timeout) for save in self._in_flight if save.directory.path == path)
 
     def wait(self, timeout: float | None) -> bool:
         """Until every save has its outcome; False when one has none after ``timeout`` seconds."""

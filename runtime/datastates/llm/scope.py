@@ -11,7 +11,7 @@ when the scope ends: a file has its final name only when its bytes are durable.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -33,9 +33,16 @@ class SaveScope:
     Args:
         directory: the checkpoint's directory; images for paths outside of it are not wanted.
         still: what may be copied late, by storage address.
+        leaves_out: tells the names of files that this rank shall not write, since another one does.
     """
 
-    def __init__(self, directory: Path, still: Mapping[int, StillTensor]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        still: Mapping[int, StillTensor],
+        leaves_out: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self._leaves_out = leaves_out
         self._prefix = os.path.join(os.path.abspath(directory), "")
         self._still = still
         self._images: dict[str, FileImage] = {}
@@ -56,6 +63,8 @@ class SaveScope:
     def accept(self, path: str, image: FileImage) -> None:
         """Take ``image`` for ``path``; it replaces what was pending there."""
         path = os.path.abspath(path)
+        if self._leaves_out(os.path.basename(path)):
+            return
         with open(path, "wb"):
             self._images[path] = image
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 CHECKPOINT_ROOT = "concurrent_checkpoint"
 PRIVATE = ".ckpt"
+LOOP_HOME = ".ckpt-run"
 ASIDE = ".aside"
 
 _CHECKPOINT = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
@@ -44,10 +45,15 @@ def rank_of(name: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDir:
-    """One ``checkpoint-<step>`` directory. It need not exist. Use absolute paths: a training script may change directory."""
+    """One ``checkpoint-<step>`` directory. It need not exist. Use absolute paths: a training script may change directory.
+
+    ``staged`` names a save whose files wait in a folder below ``.ckpt``, since another checkpoint is in place until they are committed
+    (:mod:`datastates.store.staged`). Without it they are written where they belong.
+    """
 
     path: Path
     step: int
+    staged: str = ""
 
     @property
     def root(self) -> Root:
@@ -58,6 +64,11 @@ class CheckpointDir:
     @property
     def private(self) -> Path:
         return self.path / PRIVATE
+
+    @property
+    def files(self) -> Path:
+        """Where the files are written. The last name is the same either way: some writers make something of it."""
+        return self.private / self.staged / self.path.name if self.staged else self.path
 
     @property
     def manifest(self) -> Path:
@@ -80,21 +91,28 @@ class CheckpointDir:
         A directory without the private one is never deleted as a leftover.
         """
         self.private.mkdir(parents=True, exist_ok=True)
+        if self.staged:
+            self.files.mkdir(parents=True, exist_ok=True)
 
     def relative(self, path: str | os.PathLike[str]) -> str:
-        """The name of a file of this checkpoint as votes and manifests spell it.
+        """The name of a file of this checkpoint as votes and manifests spell it, wherever it is written.
 
         Raises:
             ValueError: the path is not inside the checkpoint.
         """
-        return Path(os.path.abspath(path)).relative_to(os.path.abspath(self.path)).as_posix()
+        return Path(os.path.abspath(path)).relative_to(os.path.abspath(self.files)).as_posix()
 
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """A ``concurrent_checkpoint`` directory. It need not exist."""
+    """A ``concurrent_checkpoint`` directory, or one that a training loop saves into. It need not exist.
+
+    ``home`` is where our own folders lie; without it they lie in the root itself. A training loop's directory is not ours: there they share
+    one folder, :data:`LOOP_HOME`.
+    """
 
     path: Path
+    home: Path | None = None
 
     @classmethod
     def of(cls, output_dir: str | os.PathLike[str]) -> Root:
@@ -103,11 +121,11 @@ class Root:
 
     @property
     def aside(self) -> Path:
-        return self.path / ASIDE
+        return (self.home or self.path) / ASIDE
 
     @property
     def run_dir(self) -> Path:
-        return self.path / ".run"
+        return (self.home or self.path) / ".run"
 
     @property
     def run_record(self) -> Path:
