@@ -62,7 +62,9 @@ def test_everything_there_is_to_know_is_shown(sandbox: Sandbox) -> None:
 
 def test_a_training_whose_process_is_gone_was_interrupted(sandbox: Sandbox) -> None:
     tools = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
-    code = f"import sys; sys.path[:0] = {tools!r}; import test_launch_console as t; from pathlib import Path; "
+    code = (
+        f"import sys; sys.path[:0] = {tools!r}; import test_launch_console as t; from pathlib import Path; "
+    )
     assert sandbox.plain(sys.executable, "-c", code + "t.train(Path('out').absolute())").returncode == 0
     found = json.loads(sandbox.run("status", "--json", "out").stdout)
     assert (found["state"], found["in_flight"]) == ("interrupted", [])
