@@ -9,6 +9,7 @@ import argparse
 import logging
 
 from datasets import load_dataset
+from datastates.llm import DecoratedCheckpointing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,8 +17,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-
-from datastates.llm import DecoratedCheckpointing
 
 
 def parse_args() -> argparse.Namespace:

@@ -7,11 +7,12 @@ Start the same command on every launch. CKPT_LAST_STEP is set when there is a ch
     ckpt-run accelerate launch --config_file fsdp_config.yaml spot_train.py
 """
 
-import os
 import argparse
 import logging
+import os
 
 from datasets import load_dataset
+from datastates.llm import DecoratedCheckpointing
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,8 +20,6 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-
-from datastates.llm import DecoratedCheckpointing
 
 
 def parse_args() -> argparse.Namespace:
