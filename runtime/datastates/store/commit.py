@@ -64,7 +64,6 @@ from datastates.store.manifest import (
 )
 from datastates.store.verify import scan, verify_shapes
 
-FIRST_POLL_SECONDS = 0.002
 LAST_POLL_SECONDS = 0.2
 SECONDS_PER_WAITER = 0.01
 """The longest pause of each of N processes that wait for the same word is at least N times this: a shared file system serves them all."""
@@ -280,10 +279,10 @@ def look_again(directory: Path) -> None:
 def polls(
     timeout: float, cancelled: Callable[[], bool] = never, longest: float = LAST_POLL_SECONDS
 ) -> Iterator[None]:
-    """Yield at once, then after pauses that grow from 2 ms to ``longest`` seconds, and a last time when ``timeout`` seconds are over or
-    ``cancelled``."""
+    """Yield at once, then after pauses that double six times until they are ``longest`` seconds, and a last time when ``timeout`` seconds
+    are over or ``cancelled``."""
     deadline = time.monotonic() + timeout
-    pause = FIRST_POLL_SECONDS
+    pause = longest / 64
     while True:
         over = time.monotonic() >= deadline or cancelled()
         yield

@@ -1,7 +1,8 @@
 """The ranks that make one checkpoint together, as one of them sees it: it votes, and commits or waits for who does.
 
 This is what a rank does of the protocol in :mod:`datastates.store.commit`, and what it does when a rank fails, dies or hangs, or when the
-disk takes no word any more (:mod:`datastates.store.last_word`). Every call ends within ``timeout`` seconds plus what the disk takes.
+disk takes no word any more (:mod:`datastates.store.last_word`). Every call ends: the committing rank waits ``timeout`` seconds
+for votes, the others twice as long for its word.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from datastates.store.manifest import Vote
 
 COMMITTED = ""
 """What :meth:`Quorum.lead` and :meth:`Quorum.follow` return for a save that was committed; anything else says why it was not."""
+
+WAIT = 2
+"""How many times longer a rank waits for the committing one than that waits for votes: it may have begun to wait long after this rank, and
+its word says who is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +55,15 @@ class Quorum:
             checkpoint,
             self.attempt,
             vote.save,
-            self.timeout,
+            WAIT * self.timeout,
             lambda: last_word.has_given_up(self.root, self.attempt, vote.save, self.committer),
             waiting=len(self.voters) - 1,
         )
         return {
             "committed": COMMITTED,
             "cancelled": f"rank {self.committer} could not commit, nor write why",
-            "timeout": f"rank {self.committer}, which commits, has said nothing within {self.timeout:g} s",
-        }.get(answer, answer)
+            "timeout": f"rank {self.committer}, which commits, has said nothing within {WAIT * self.timeout:g} s",
+        }.get(answer, answer.removeprefix("abandoned: "))
 
     def cast(self, checkpoint: CheckpointDir, vote: Vote) -> str:
         """Vote; why that cannot be, "" when it can. The others are told even then."""
