@@ -6,6 +6,7 @@ reason; the product has none of them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from typing import Any
 
@@ -71,6 +72,8 @@ def settle(args: Any) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
+    if not torch.distributed.is_initialized():  # a single rank, which may shard over itself
+        torch.distributed.init_process_group("gloo")
     PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
 
 
@@ -90,3 +93,18 @@ def parts(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         name: (tensor.to_local() if hasattr(tensor, "to_local") else tensor).reshape(-1)
         for name, tensor in found.items()
     }
+
+
+def digest(trainer: Any) -> str:
+    """Of every bit of the whole model and its optimizer's state, wherever the parts lie: the same on any number of FSDP2's ranks."""
+    state = dict(trainer.model.state_dict())
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for parameter, kept in trainer.optimizer.state.items():
+        state.update({f"{names.get(id(parameter))}.{key}": value for key, value in kept.items()})
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        digest.update(
+            name.encode() + whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
+    return digest.hexdigest()

@@ -1,0 +1,167 @@
+"""FSDP on two ranks: shards and gathered models, saved concurrently and resumed exactly, in the files of stock code."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import runs
+import sharding
+import torch
+from accelerate.commands.merge import merge_command, merge_command_parser
+from processes import Job, Training, lines, losses
+from safetensors.torch import load_file
+from test_exact import exactly_resumed
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+MODES: dict[str, dict[str, Any]] = {
+    "fsdp2 sharded": sharding.fsdp(2),
+    "fsdp2 full": sharding.fsdp(2, "FULL_STATE_DICT"),
+    "fsdp1 sharded": sharding.fsdp(1),
+}
+STEPS = (2, 4)
+LARGER = {"hidden_size": 128, "intermediate_size": 256}
+"""Most parameters of the usual tiny model are below what is worth to be copied late."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The same training twice, in a directory of the same name each time: some files hold it."""
+
+    stock: Path
+    ours: Path
+    job: Job
+    end: dict[str, Any]
+
+    def checkpoint(self, step: int) -> Path:
+        return runs.checkpoint(self.ours, step)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Those of all ranks."""
+        files = sorted((runs.root(self.ours) / ".run").glob("events-rank*.jsonl"))
+        events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+        return [event for event in events if event["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+    """By mode; each is trained when it is asked for the first time."""
+    known: dict[str, Trained] = {}
+
+    def train(mode: str) -> Trained:
+        if mode not in known:
+            known[mode] = _train(tmp_path_factory.mktemp(mode.replace(" ", "-")), MODES[mode])
+        return known[mode]
+
+    return train
+
+
+def _train(directory: Path, arguments: dict[str, Any]) -> Trained:
+    stock, out = directory / "stock", directory / "out"
+    job = Job(
+        str(out),
+        str(directory / "stock-log"),
+        False,
+        None,
+        arguments={"max_steps": 4, "save_steps": 2, **arguments},
+        model=LARGER,
+    )
+    Training(job, 2).finish()
+    out.rename(stock)
+    ours = replace(job, log=str(directory / "log"), decorated=True)
+    Training(ours, 2).finish()
+    for rank in (0, 1):
+        assert lines(job, rank) == lines(ours, rank)
+    return Trained(stock, out, ours, lines(ours)[-1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_file_is_byte_for_byte_what_stock_code_writes(
+    mode: str, trained: Callable[[str], Trained]
+) -> None:
+    both = trained(mode)
+    assert checkpoints.whole(both.ours) == list(STEPS)
+    for step in STEPS:
+        expected, found = (
+            checkpoints.tree(both.stock / f"checkpoint-{step}"),
+            checkpoints.tree(both.checkpoint(step)),
+        )
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert _comparable(name, found[name]) == _comparable(name, expected[name]), name
+
+
+def _comparable(name: str, data: bytes) -> Any:
+    """The metadata of a sharded state dict hold a random number and their own path."""
+    if not name.endswith(".metadata"):
+        return data
+    metadata = pickle.loads(data)
+    assert metadata.storage_meta.checkpoint_id.name in name
+    metadata.storage_meta = None
+    return pickle.dumps(metadata)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nearly_all_of_it_is_copied_late(mode: str, trained: Callable[[str], Trained]) -> None:
+    saves = trained(mode).events("save")
+    assert len(saves) == 4
+    assert [
+        save for save in saves if save["bytes"] > 10**6 and save["late_bytes"] < 0.9 * save["bytes"]
+    ] == []
+    assert sum(save["late_bytes"] for save in saves) > 10**6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_stock_code_resumes_from_it_as_from_its_own(
+    mode: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """For FSDP2 that is as if nothing had happened. Stock FSDP1 on CPU ranks does not go on with exactly the state that it saved."""
+    both = trained(mode)
+    job = replace(both.job, output_dir=str(tmp_path / "out"), log=str(tmp_path / "log"), decorated=False)
+    end = Training(replace(job, resume=str(both.checkpoint(2))), 2).finish()
+    if mode == "fsdp1 sharded":
+        stock = replace(job, resume=str(both.stock / "checkpoint-2"), log=str(tmp_path / "stock-log"))
+        assert end == Training(stock, 2).finish()
+    else:
+        assert end == both.end
+        assert losses(job) == losses(both.job)[2:]
+
+
+def test_torch_and_accelerate_put_the_shards_together(
+    trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    shards = trained("fsdp2 sharded").checkpoint(4)
+    expected = load_file(trained("fsdp2 full").checkpoint(4) / "model.safetensors")
+    dcp_to_torch_save(shards / "pytorch_model_fsdp_0", tmp_path / "by-torch.pt")
+    found = torch.load(tmp_path / "by-torch.pt", weights_only=True)["model"]
+    assert checkpoints.same({name: found[name] for name in expected}, expected)
+    parser = merge_command_parser()
+    merge_command(parser.parse_args([str(shards / "pytorch_model_fsdp_0"), str(tmp_path / "by-accelerate")]))
+    assert checkpoints.same(load_file(tmp_path / "by-accelerate" / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_shards_are_loaded_by_another_number_of_ranks(
+    before: int, after: int, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """The data differ from then on, so it is the state itself that is compared, with nothing left to train."""
+    job = trained("fsdp2 sharded").job
+    if before == 1:
+        job = replace(job, output_dir=str(tmp_path / "out"), log=str(tmp_path / "log"))
+        Training(job, 1).finish()
+    resumed = replace(job, log=str(tmp_path / "resumed"), resume=True)
+    end = Training(resumed, after).finish()
+    assert losses(resumed) == []
+    assert end["step"] == 4
+    assert end["state"] == lines(job)[-1]["state"]
+
+
+@pytest.mark.parametrize("mode", ["fsdp2 sharded", "fsdp2 full"])
+def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
+    exactly_resumed(tmp_path, 2, MODES[mode], seed=3)
