@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 import runs
 from processes import Job, Training, lines, losses
 from sharding import zero
+from test_exact import exactly_resumed
 
 BF16 = {"bf16": True}
 GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -123,3 +125,17 @@ def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Call
         last = trained(mode).last_line(rank)
         assert last["eager"] == [{}, {}]
         assert last["late_bytes"] > 0
+
+
+@pytest.mark.parametrize("mode", ["stage 1", "stage 2 in bf16", "stage 3 gathered in bf16"])
+def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
+    how = MODES[mode]
+    exactly_resumed(tmp_path, 2, how.arguments, random.randrange(10**6), kills=1, kind=how.kind)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_killed_three_times_equals_uninterrupted(mode: str, seed: int, tmp_path: Path) -> None:
+    how = MODES[mode]
+    exactly_resumed(tmp_path, 2, how.arguments, seed, kills=3, kind=how.kind)

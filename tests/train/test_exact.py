@@ -34,20 +34,26 @@ def job(directory: Path, name: str, **changes: Any) -> Job:
     return Job(output_dir=str(directory / name), log=str(directory / f"{name}-log"), rows=ROWS, **changes)
 
 
-def uninterrupted(directory: Path, ranks: int, arguments: dict[str, Any]) -> tuple[dict[int, float], str]:
+def uninterrupted(
+    directory: Path, ranks: int, arguments: dict[str, Any], kind: str = "llama"
+) -> tuple[dict[int, float], str]:
     """The losses by step and the final weights of a stock Trainer that nobody disturbs."""
-    quiet = job(
-        directory, "stock", decorated=False, resume=None, arguments={**arguments, "save_strategy": "no"}
-    )
+    arguments = {**arguments, "save_strategy": "no"}
+    quiet = job(directory, "stock", decorated=False, resume=None, arguments=arguments, kind=kind)
     weights = Training(quiet, ranks).finish()["weights"]
     return dict(losses(quiet)), weights
 
 
 def killed_and_resumed(
-    directory: Path, ranks: int, arguments: dict[str, Any], kills: int, chance: random.Random
+    directory: Path,
+    ranks: int,
+    arguments: dict[str, Any],
+    kills: int,
+    chance: random.Random,
+    kind: str = "llama",
 ) -> tuple[Job, str]:
     """Train, with SIGKILL to all ranks at ``kills`` random moments; the job, and the final weights."""
-    ours = job(directory, "ours", pause=0.01, arguments=arguments)
+    ours = job(directory, "ours", pause=0.01, arguments=arguments, kind=kind)
     for _ in range(kills):
         training = Training(ours, ranks)
         already = len(losses(ours))
@@ -67,11 +73,13 @@ def compare(ours: Job, weights: str, expected: tuple[dict[int, float], str]) -> 
     assert weights == expected[1]
 
 
-def exactly_resumed(directory: Path, ranks: int, changes: dict[str, Any], seed: int, kills: int = 2) -> None:
+def exactly_resumed(
+    directory: Path, ranks: int, changes: dict[str, Any], seed: int, kills: int = 2, kind: str = "llama"
+) -> None:
     print(f"seed {seed}")
     arguments = {**PLAIN, **changes}
-    expected = uninterrupted(directory, ranks, arguments)
-    ours, weights = killed_and_resumed(directory, ranks, arguments, kills, random.Random(seed))
+    expected = uninterrupted(directory, ranks, arguments, kind)
+    ours, weights = killed_and_resumed(directory, ranks, arguments, kills, random.Random(seed), kind)
     compare(ours, weights, expected)
 
 
