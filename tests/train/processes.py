@@ -6,6 +6,7 @@ launcher starts it for real.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -28,8 +29,7 @@ PATIENCE = 120.0
 
 sys.path.insert(0, str(SCRIPTS))
 
-import train  # noqa: E402
-from train import Job  # noqa: E402
+from train import Job  # noqa: E402, F401 - tests import it from here
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(
@@ -43,16 +43,19 @@ _server.set_forkserver_preload(
 
 
 class Training:
-    """The ranks of one training, each a process in a session of its own."""
+    """The ranks of one training, each a process in a session of its own; the job belongs to the script that runs it."""
 
-    def __init__(self, job: Job, ranks: int = 1) -> None:
+    def __init__(self, job: Any, ranks: int = 1) -> None:
         self.job = job
         self.ranks = ranks
         port = free_port()
         self._processes: list[BaseProcess] = []
         for rank in range(ranks):
-            place = _place(rank, ranks, port) if ranks > 1 else {}
-            process = _server.Process(target=_run, args=(asdict(job), place, self.output(rank)))
+            alone = ranks == 1 and "fsdp" not in getattr(job, "arguments", {})
+            place = {} if alone else _place(rank, ranks, port)
+            process = _server.Process(
+                target=_run, args=(type(job).__module__, asdict(job), place, self.output(rank))
+            )
             process.start()
             self._processes.append(process)
 
@@ -96,14 +99,14 @@ class Training:
         return [line for line in lines(self.job) if "weights" in line][-1]
 
 
-def lines(job: Job, rank: int = 0) -> list[dict[str, Any]]:
+def lines(job: Any, rank: int = 0) -> list[dict[str, Any]]:
     """What a rank has logged so far; a line that a kill cut short is left out."""
     path = Path(f"{job.log}-rank{rank}.jsonl")
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
-def losses(job: Job, rank: int = 0) -> list[tuple[int, float]]:
+def losses(job: Any, rank: int = 0) -> list[tuple[int, float]]:
     """(step, loss) in the order in which they were logged, over all runs with the same log."""
     return [(line["step"], line["loss"]) for line in lines(job, rank) if "loss" in line]
 
@@ -157,7 +160,7 @@ def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _run(job: dict[str, Any], environment: dict[str, str], output: str) -> None:
+def _run(script: str, job: dict[str, Any], environment: dict[str, str], output: str) -> None:
     os.setsid()
     multiprocessing.set_start_method(
         "fork", force=True
@@ -166,4 +169,5 @@ def _run(job: dict[str, Any], environment: dict[str, str], output: str) -> None:
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    train.main(Job(**job))
+    module = importlib.import_module(script)
+    module.main(module.Job(**job))

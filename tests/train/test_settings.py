@@ -81,6 +81,7 @@ def test_every_setting_can_be_set_by_its_variable_and_the_script_wins() -> None:
         "exit_timeout": ("60", 60.0, 61.0),
         "io": ("buffered", "buffered", "direct"),
         "snapshot": ("eager", "eager", "late"),
+        "loop_saves": ("wait", "wait", "off"),
         "cuda_driver": ("/opt/libcuda.so", "/opt/libcuda.so", "libcuda.so.2"),
     }
     assert values.keys() == {setting.key for setting in TABLE}

@@ -1,12 +1,13 @@
 # ruff: noqa: N807, RET503, RUF005, SIM105, UP004, UP024, UP031, UP036
 """The injected hook: every Python that is started with this folder in PYTHONPATH runs this file before anything else.
 
-It decorates each Trainer that the process builds, and otherwise leaves no trace. So at start-up it imports nothing that
-the interpreter has not imported itself, prints nothing and raises nothing of its own; what it does is
+It decorates each Trainer that the process builds, and the saves of training loops that use DeepSpeed's engines or
+accelerate without a Trainer; otherwise it leaves no trace. So at start-up it imports nothing that the interpreter has
+not imported itself, prints nothing and raises nothing of its own; what it does is
 
 1. fill in the settings of the launcher, where another program has dropped them from the environment;
 2. put two finders on ``sys.meta_path``. One waits for ``transformers.trainer`` and, once that module has been executed,
-   wraps ``Trainer.__init__``. The other stands last in line and finds ``datastates``, in an environment it is not
+   wraps ``Trainer.__init__``; likewise for the modules of ``LOOPS``, whose methods it wraps. The other stands last in line and finds ``datastates``, in an environment it is not
    installed into;
 3. import the ``sitecustomize`` that this file hides, if there is one.
 
@@ -19,6 +20,11 @@ import sys
 
 HOOK = os.path.dirname(os.path.abspath(__file__))
 TRAINER = "transformers.trainer"
+LOOPS = {  # by module: its class, the methods that save and load, and where they are answered
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", ("save_checkpoint", "load_checkpoint"), "deepspeed_loop"),
+    "accelerate.accelerator": ("Accelerator", ("save_state", "load_state"), "accelerate_loop"),
+}
+FAILED = set()
 OFFLINE_ERRORS = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 
 
@@ -65,7 +71,7 @@ def unpack_carrier():
 
 
 class TrainerFinder(object):
-    """Answers for one module name, with the spec that the other finders give and a loader that also patches."""
+    """Answers for a few module names, with the spec that the other finders give and a loader that also patches."""
 
     def __init__(self):
         self._asking = False
@@ -75,7 +81,7 @@ class TrainerFinder(object):
         if not self._explains and name == "huggingface_hub":
             self._explains = True
             explain_offline_errors()
-        if name != TRAINER or self._asking:
+        if (name != TRAINER and name not in LOOPS) or self._asking:
             return None
         self._asking = True
         try:
@@ -83,7 +89,7 @@ class TrainerFinder(object):
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            patch_after_exec(spec.loader)
+            patch_after_exec(spec.loader, name)
         return spec
 
     def _ask_the_others(self, name, path, target):
@@ -106,8 +112,8 @@ class PackageFinder(object):
         return PathFinder.find_spec(name, [os.path.dirname(os.path.dirname(HOOK))])
 
 
-def patch_after_exec(loader):
-    """Have this loader patch the Trainer when it has executed the module.
+def patch_after_exec(loader, name):
+    """Have this loader patch the module ``name`` when it has executed it.
 
     Only ``exec_module`` of this one object is wrapped: replacing the loader would break what asks it for more
     (``python -m``, zipimport, pkg_resources).
@@ -117,20 +123,23 @@ def patch_after_exec(loader):
         return
 
     def exec_and_patch(module):
-        if module.__name__ != TRAINER:  # an importer of archives is one object for all its modules
+        if module.__name__ != name:  # an importer of archives is one object for all its modules
             return exec_module(module)
         try:
             del loader.exec_module
         except AttributeError:
             pass
         exec_module(module)
-        patch_trainer(module)
+        if name == TRAINER:
+            patch_trainer(module)
+        else:
+            patch_loop(module)
 
     exec_and_patch.ckpt_run = True
     try:
         loader.exec_module = exec_and_patch
     except (AttributeError, TypeError) as error:
-        debug("cannot wait for %s: %s" % (TRAINER, error))
+        debug("cannot wait for %s: %s" % (name, error))
 
 
 def patch_trainer(module):
@@ -154,12 +163,59 @@ def patch_trainer(module):
     debug("Trainer is decorated")
 
 
+def patch_loop(module):
+    """Wrap the methods that save and load; nothing of ours is imported before one of them is called."""
+    class_name, methods, answers = LOOPS[module.__name__]
+    owner = getattr(module, class_name, None)
+    for name in methods:
+        original = getattr(owner, name, None)
+        if original is not None and not getattr(original, "ckpt_run", False):
+            setattr(owner, name, wrapped(original, name, answers))
+    debug("%s is decorated" % class_name)
+
+
+def wrapped(original, name, answers):
+    import functools
+
+    @functools.wraps(original)
+    def method(self, *args, **kwargs):
+        answer = loop_answer(answers, name)
+        if answer is None:
+            return original(self, *args, **kwargs)
+        return answer(original, self, *args, **kwargs)
+
+    method.ckpt_run = True
+    return method
+
+
+def loop_answer(module, name):
+    """Our function for a method; None, once logged, where it cannot be had: the method does then what it always did."""
+    if sys.version_info < (3, 10) or module in FAILED:
+        return None
+    import importlib
+
+    try:
+        answer = getattr(importlib.import_module("datastates.llm." + module), name)
+    except Exception as error:  # noqa: BLE001 - training never dies of checkpointing
+        import logging
+
+        FAILED.add(module)
+        logging.getLogger("datastates.llm").warning(
+            "[Concurrent Checkpoint] checkpoints are saved as if not wrapped: %s", error
+        )
+        return None
+    register_process(None)
+    return answer
+
+
 def register_process(output_dir):
     """Tell the launcher that this process trains, and where: it hands signals to such processes."""
     folder = os.environ.get("CKPT_RUN_PROCESSES")
     if not folder:
         return
     path = os.path.join(folder, str(os.getpid()))
+    if output_dir is None and os.path.exists(path):
+        return
     try:
         with open(path + ".new", "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(os.path.abspath(str(output_dir)) if output_dir else "")
