@@ -165,3 +165,58 @@ def test_shards_are_loaded_by_another_number_of_ranks(
 @pytest.mark.parametrize("mode", ["fsdp2 sharded", "fsdp2 full"])
 def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
     exactly_resumed(tmp_path, 2, MODES[mode], seed=3)
+
+
+WRITER = "torch.distributed.checkpoint.filesystem:FileSystem"
+SHARD_FAULTS: list[dict[str, Any]] = [
+    {"at": "builtins:open", "about": "checkpoint-4/pytorch_model_fsdp_0/__1_0", "do": "ENOSPC", "rank": 1},
+    {"at": f"{WRITER}.rename", "about": "checkpoint-6/pytorch_model_fsdp_0", "do": "ENOSPC", "rank": 0},
+    {"at": f"{WRITER}.mkdir", "about": "checkpoint-8/optimizer_0", "do": "EIO", "rank": 1},
+    {"at": "os:makedirs", "about": "checkpoint-10/pytorch_model_fsdp_0", "do": "EIO", "rank": 1},
+    {"at": "datastates.store.layout:CheckpointDir.prepare", "about": "checkpoint-12", "do": "EIO", "rank": 1},
+    {"at": "datastates.llm.session:Session._move_aside", "about": "checkpoint-14", "do": "EIO", "rank": 0},
+]
+WHOLE_FAULTS: list[dict[str, Any]] = [
+    {"at": "transformers.trainer:Trainer._save", "about": "checkpoint-4", "do": "ENOSPC", "rank": 0},
+    {"at": "builtins:open", "about": "checkpoint-6/pytorch_model_fsdp.bin", "do": "ENOSPC", "rank": 0},
+    {"at": "builtins:open", "about": "checkpoint-8/config.json", "do": "EIO", "rank": 0},
+    {"at": "os:makedirs", "about": "checkpoint-10", "do": "EIO", "rank": 0},
+    {"at": "transformers.trainer:Trainer._save_rng_state", "about": "checkpoint-12", "do": "EIO", "rank": 1},
+    {"at": "datastates.llm.session:Session._move_aside", "about": "checkpoint-14", "do": "EIO", "rank": 0},
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The end of a stock training that does not save; how a checkpoint is written leaves no trace in it."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    arguments = {"max_steps": 16, "save_strategy": "no", **sharding.fsdp(2)}
+    return Training(
+        Job(str(directory / "out"), str(directory / "log"), False, None, arguments=arguments), 2
+    ).finish()
+
+
+@pytest.mark.parametrize(
+    ("mode", "faults"),
+    [("fsdp2 sharded", SHARD_FAULTS), ("fsdp2 full", WHOLE_FAULTS)],
+    ids=["sharded", "full"],
+)
+def test_a_rank_whose_disk_fails_costs_that_checkpoint_and_no_rank_waits_for_it(
+    mode: str, faults: list[dict[str, Any]], undisturbed: dict[str, Any], tmp_path: Path
+) -> None:
+    """One save after the other fails at another point, on one of the ranks, between their meetings; the first and the last do not."""
+    arguments = {"max_steps": 16, "save_steps": 2, **MODES[mode]}
+    job = Job(
+        str(tmp_path / "out"), str(tmp_path / "log"), True, None, True, arguments=arguments, faults=faults
+    )
+    training = Training(job, 2)
+    assert training.finish() == undisturbed
+    assert checkpoints.whole(Path(job.output_dir)) == [2, 16]
+    for step in range(4, 16, 2):
+        told = [
+            f"checkpoint-{step} " in line
+            for rank in (0, 1)
+            for line in training.text(rank).splitlines()
+            if "[ERROR]" in line
+        ]
+        assert sum(told) == 2, step

@@ -98,7 +98,7 @@ class Saver:
             held = {**scope.hold_back(), **(pointers or {})} if self._committer.commits else {}
             pending = self._pending(directory, scope)
             others = [*scan(directory.files)] if manner and self._committer.commits else None
-        except Exception as error:
+        except BaseException as error:  # torch.distributed.checkpoint has errors that are no Exceptions
             scope.discard()
             if not trouble.at_the_disk(error, str(self._root)):
                 raise
@@ -153,9 +153,9 @@ class Saver:
             for number, (path, image) in enumerate(scope.collect())
         ]
 
-    def _refuse(self, directory: CheckpointDir, error: Exception) -> bool:
+    def _refuse(self, directory: CheckpointDir, error: BaseException) -> bool:
         self._newest, self._refused = None, True
-        self._committer.refuse(directory, self._number, f"{type(error).__name__}: {error}")
+        self._committer.refuse(directory, self._number, trouble.in_words(error))
         return False
 
     @property

@@ -47,6 +47,7 @@ class SaveScope:
         self._still = still
         self._images: dict[str, FileImage] = {}
         self._used: dict[int, StillTensor] = {}
+        self._failed: OSError | None = None
 
     def wants(self, path: str) -> bool:
         return os.path.abspath(path).startswith(self._prefix)
@@ -65,14 +66,24 @@ class SaveScope:
         path = os.path.abspath(path)
         if self._leaves_out(os.path.basename(path)):
             return
-        with open(path, "wb"):
-            self._images[path] = image
+        try:
+            with open(path, "wb"):
+                self._images[path] = image
+        except OSError as error:
+            # Told at the end of the scope: stock code may have other ranks to meet before.
+            self._failed = self._failed or error
 
     def note(self, text: str) -> None:
         logger.warning("%s %s", log.PREFIX, text)
 
     def collect(self) -> list[tuple[str, FileImage]]:
-        """The images that are still pending, in the order in which their files shall appear: weights last."""
+        """The images that are still pending, in the order in which their files shall appear: weights last.
+
+        Raises:
+            OSError: one of them could not be taken.
+        """
+        if self._failed is not None:
+            raise self._failed
         pending = []
         for path, image in self._images.items():
             if _is_placeholder(path):

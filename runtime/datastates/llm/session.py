@@ -169,17 +169,16 @@ class Session:
 
     def _save_by_trainer(self, step: int, original: Callable[[], None]) -> None:
         try:
-            with meetings.kept(self._trainer):
+            with meetings.kept(self._trainer, self.root):
                 original()
-        except Exception as error:
+        except BaseException as error:  # torch.distributed.checkpoint has errors that are no Exceptions
             if not trouble.at_the_disk(error, self.root):
                 raise
             logger.error(
-                "%s checkpoint-%d was not saved, training goes on: %s: %s",
+                "%s checkpoint-%d was not saved, training goes on: %s",
                 log.PREFIX,
                 step,
-                type(error).__name__,
-                error,
+                trouble.in_words(error),
             )
 
     def _write(self, directory: layout.CheckpointDir, original: Callable[[], None]) -> None:
@@ -187,14 +186,25 @@ class Session:
         self.in_scope = True
         obstacle = self._clear_the_way(directory)
         try:
-            with meetings.kept(self._trainer, after_first=directory.prepare):
-                if obstacle:
-                    raise obstacle
+            with meetings.kept(self._trainer, self.root, after_first=directory.prepare):
+                self._agree_on(obstacle)
                 if self._searching:
                     directory.prepare()
                 original()
         finally:
             self.in_scope = False
+
+    def _agree_on(self, obstacle: OSError | None) -> None:
+        """Give up where the place is not free: together, if stock code lets the ranks meet again and again.
+
+        Raises:
+            OSError: this rank's obstacle, or what another one has said about its own.
+        """
+        if meetings.many(self._trainer):
+            told = ranks.first(self._ranks, trouble.in_words(obstacle) if obstacle else "")
+            obstacle = obstacle or (trouble.of_another_rank(told) if told else None)
+        if obstacle:
+            raise obstacle
 
     def _still(self, torn_before: set[str]) -> dict[int, StillTensor]:
         if self._settings.snapshot == "eager":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,46 @@ _OF_DISKS = {
 _SIGNS = ("os error ", "PytorchStreamWriter failed", "No space left on device", "Parent directory ")
 
 
-def at_the_disk(error: Exception, root: str) -> bool:
+def at_the_disk(error: BaseException, root: str) -> bool:
     """Whether a writer failed at the disk of ``root``.
 
     An OSError about a file outside of ``root`` (FileNotFoundError for a user's own file, say) did not, unless only disks have it.
+    What several ranks have raised was the disk's if all of it was.
     """
+    carried = _carried(error)
+    if carried:
+        return all(at_the_disk(one, root) for one in carried.values())
     if isinstance(error, OSError):
-        return error.errno in _OF_DISKS or _is_below(error.filename, root) or _is_below(error.filename2, root)
-    return any(sign in str(error) for sign in _SIGNS)
+        return only_disks_have(error) or any(
+            _is_below(name, root) for name in (error.filename, error.filename2)
+        )
+    return isinstance(error, Exception) and any(sign in str(error) for sign in _SIGNS)
+
+
+def only_disks_have(error: BaseException) -> bool:
+    """Whether the error is the disk's, whatever file it is about."""
+    return isinstance(error, OSError) and error.errno in _OF_DISKS
+
+
+def of_another_rank(text: str) -> OSError:
+    """The error with which a rank gives up its part of a save because another one has ``text`` to say about its own."""
+    return OSError(errno.EREMOTEIO, text)
+
+
+def in_words(error: BaseException) -> str:
+    """The error in one line."""
+    carried = _carried(error)
+    if carried:
+        return "; ".join(f"rank {rank}: {in_words(one)}" for rank, one in sorted(carried.items()))
+    return f"{type(error).__name__}: {error}"
+
+
+def _carried(error: BaseException) -> dict[int, BaseException]:
+    """The errors by rank which torch.distributed.checkpoint has collected and raises on every rank. They are no Exceptions there."""
+    library = sys.modules.get("torch.distributed.checkpoint.api")
+    if library is None or not isinstance(error, library.CheckpointException):
+        return {}
+    return {rank: one for rank, (one, _) in error.failures.items()}
 
 
 def _is_below(name: Any, root: str) -> bool:

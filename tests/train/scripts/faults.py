@@ -21,6 +21,7 @@ def install(
     times: int = 10**9,
     rank: int | None = None,
     amount: float = 0.0,
+    about: str = "",
 ) -> None:
     """Let ``do`` happen at ``times`` calls of ``at``, the first of them the ``nth``.
 
@@ -30,6 +31,7 @@ def install(
             ``amount`` bytes until ``unlimit``. Anything else is the name of an errno: that OSError is raised.
         when: ``before`` or ``after`` the call.
         rank: only in the process of this rank.
+        about: only calls with an argument that has this in its text are counted.
     """
     if rank is not None and rank != int(os.environ.get("RANK", "0")):
         return
@@ -43,6 +45,8 @@ def install(
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
+        if not any(about in str(arg) for arg in args):
+            return original(*args, **kwargs)
         calls += 1
         now = nth <= calls < nth + times
         if now and when == "before":
