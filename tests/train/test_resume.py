@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -17,6 +18,7 @@ import tiny
 from datastates.llm.resume import NothingToResumeError
 from datastates.store.layout import Root
 from datastates.store.runrecord import RunRecord
+from transformers import Trainer
 from transformers.trainer_utils import get_last_checkpoint
 
 NOTHING = (
@@ -235,10 +237,43 @@ def test_a_path_elsewhere_is_the_origin_until_the_new_training_has_a_checkpoint(
     assert runs.steps_done(trainer) == [9, 10]
 
 
-def test_a_path_without_a_checkpoint_fails_as_stock_does(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_fails_as_stock_does_tells_the_way_out_and_leaves_no_trace(
+    tmp_path: Path,
+) -> None:
     trainer = runs.decorated(tmp_path / "out")
-    with pytest.raises(ValueError, match="Can't find a valid checkpoint at"):
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at") as failure:
         trainer.train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    message = str(failure.value)
+    assert f"{tmp_path}/nowhere" in message
+    assert "no such directory" in message
+    assert "False starts from the beginning" in message
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize("given", ["", "concurrent_checkpoint", "concurrent_checkpoint/checkpoint-9"])
+def test_a_path_that_misses_the_checkpoint_by_a_little_is_told_which_one_was_meant(
+    given: str, output_dir: Path
+) -> None:
+    before = runs.committed(output_dir)
+    trainer = runs.decorated(output_dir)
+    with pytest.raises(ValueError, match=rf"Did you mean '{runs.checkpoint(output_dir, 8)}'"):
+        trainer.train(resume_from_checkpoint=output_dir / given)
+    assert runs.committed(output_dir) == before
+    trainer.train(resume_from_checkpoint=True)
+    assert runs.steps_done(trainer) == []
+
+
+def test_a_trainer_that_fetches_its_checkpoint_itself_is_given_whatever_the_script_passed(
+    output_dir: Path, tmp_path: Path
+) -> None:
+    class Fetching(Trainer):
+        def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+            assert resume_from_checkpoint == "bucket://checkpoint-8"
+            return super().train(str(runs.checkpoint(output_dir, 8)), **kwargs)
+
+    trainer = runs.decorated(tmp_path / "out", cls=Fetching, max_steps=10)
+    trainer.train("bucket://checkpoint-8")
+    assert runs.steps_done(trainer) == [9, 10]
 
 
 def test_false_starts_fresh_and_keeps_the_older_checkpoints_until_their_step_is_saved_again(
@@ -300,9 +335,19 @@ def test_nothing_passed_and_nothing_there_starts_fresh_without_the_line(
 @pytest.mark.parametrize("passed", [None, True])
 def test_required_with_nothing_there_refuses_to_train(passed: bool | None, tmp_path: Path) -> None:
     trainer = runs.decorated(tmp_path, {"resume": "required"})
-    with pytest.raises(NothingToResumeError, match="no checkpoint to resume from"):
+    with pytest.raises(NothingToResumeError, match=f"no checkpoint to resume from in {runs.root(tmp_path)}"):
         trainer.train(resume_from_checkpoint=passed)
     assert runs.steps_done(trainer) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_that_catches_the_refusal_and_starts_fresh_trains_its_first_training(tmp_path: Path) -> None:
+    trainer = runs.decorated(tmp_path, {"resume": "required"}, max_steps=2)
+    with pytest.raises(NothingToResumeError):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=False)
+    assert [lineage.state for lineage in RunRecord.read(Root.of(tmp_path)).lineages.values()] == ["finished"]
+    assert list(RunRecord.read(Root.of(tmp_path)).lineages) == [0]
 
 
 def test_required_resumes_also_a_run_that_finished(output_dir: Path) -> None:

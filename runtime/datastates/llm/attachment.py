@@ -70,7 +70,7 @@ class Attachment:
         return self._session is None or self._session.wait(timeout)
 
     def _train(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        given = resume.Request.of(args, kwargs)
+        given = resume.Request.of(args, kwargs, trainer_module.is_stock(original))
         self._loop_entries = 0
         fence.install()  # again: DeepSpeed may have been loaded since
         self._session = session = Session.begin(

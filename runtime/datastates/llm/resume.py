@@ -13,7 +13,7 @@ from datastates.engine import crc32
 from datastates.llm import log, trainer_module
 from datastates.settings import Settings
 from datastates.store import catalog, lineage
-from datastates.store.layout import Root
+from datastates.store.layout import CHECKPOINT_ROOT, Root
 from datastates.store.lineage import ResumePoint
 from datastates.store.manifest import ManifestError
 from datastates.store.runrecord import RunRecord
@@ -21,24 +21,28 @@ from datastates.store.runrecord import RunRecord
 logger = log.logger("datastates.llm.decorator")
 
 
-class NothingToResumeError(RuntimeError):
-    """``--resume required``, and there is nothing to resume from."""
+class NothingToResumeError(ValueError):
+    """There is nothing to resume from where ``--resume required`` or the script says. A ValueError, as Trainer raises there."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of one ``train()`` call; ``resume`` is what the script passed: None (nothing), a bool or a path."""
+    """The arguments of one ``train()`` call; ``resume`` is what the script passed: None (nothing), a bool or a path.
+
+    ``literal``: Trainer itself is given the path, not a ``train`` of the script's own, which may fetch what it names.
+    """
 
     resume: Any
     trial: Any
+    literal: bool
     _args: tuple[Any, ...]
     _kwargs: Mapping[str, Any]
 
     @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Request:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], literal: bool = False) -> Request:
         resume = args[0] if args else kwargs.get("resume_from_checkpoint")
         trial = args[1] if len(args) > 1 else kwargs.get("trial")
-        return cls(resume, trial, args, kwargs)
+        return cls(resume, trial, literal, args, kwargs)
 
     @property
     def path(self) -> str | None:
@@ -84,9 +88,11 @@ def choose(
         record: the last run in ``output_dir``; a script that passes nothing resumes only when that did not finish.
 
     Raises:
-        NothingToResumeError: the settings require a checkpoint and there is none.
+        NothingToResumeError: the settings require a checkpoint and there is none, or the path leads to none.
     """
     if request.path is not None:
+        if request.literal:
+            _check_path(request.path, output_dir, number)
         return catalog.explicit_point(output_dir, number, request.path, crc32=crc32)
     if request.resume is False or lineage.wants_fresh(record, number, _fresh_token()):
         return None
@@ -110,11 +116,27 @@ def choose(
         )
     elif required:
         raise NothingToResumeError(
-            f"--resume required, and there is no checkpoint to resume from under {output_dir}"
+            f"resume is 'required', and there is no checkpoint to resume from in {Root.of(output_dir).path}. "
+            "If that is where this training saves, --resume auto (CKPT_RUN_RESUME=auto) starts it from the beginning"
         )
     elif asked:
         logger.error("%s No Checkpoint found with step: -1", log.PREFIX)
     return point
+
+
+def _check_path(given: str, output_dir: str, number: int) -> None:
+    """Refuse, before anything is written, a path that Trainer can only fail at: it reads trainer_state.json in every mode."""
+    path = os.path.abspath(given)
+    if os.path.isfile(os.path.join(path, "trainer_state.json")):
+        return
+    problem = "it has no trainer_state.json" if os.path.isdir(path) else "there is no such directory"
+    near = path.removesuffix(f"/{CHECKPOINT_ROOT}") if os.path.isdir(path) else output_dir
+    point = catalog.resume_point(near, verify=False) or catalog.resume_point(output_dir, number, verify=False)
+    meant = f"Did you mean {str(point.path)!r}? " if point else ""
+    raise NothingToResumeError(
+        f"Can't find a valid checkpoint at {path} (resume_from_checkpoint={given!r}): {problem}. "
+        f"{meant}True takes the newest checkpoint of {output_dir}, False starts from the beginning"
+    )
 
 
 def run_record(output_dir: str) -> RunRecord | None:

@@ -80,7 +80,12 @@ class Session:
             plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
             plan = ranks.tell(place, plan, trainer.args.device)
         if isinstance(plan, resume.NothingToResumeError):
-            raise plan
+            resume.train_call_failed(str(Path(root).parent), ordinal)
+            raise plan.with_traceback(None) from None  # rank 0 alone would show where it was found out
+        if request.path is not None:
+            plan = replace(
+                plan, resume_path=request.path
+            )  # not the absolute one: a train() of the script's own may fetch it
         return cls(trainer, settings, place, plan)
 
     def _open(self) -> str:

@@ -24,6 +24,14 @@ def is_root(path: Any) -> bool:
     return Path(path).name == CHECKPOINT_ROOT
 
 
+def is_stock(method: Any) -> bool:
+    """Whether a Trainer's method is transformers' own code, not a subclass's or one that was put in its place."""
+    code = getattr(getattr(method, "__func__", None), "__code__", None)
+    return code is not None and code.co_filename == getattr(
+        sys.modules.get("transformers.trainer"), "__file__", ""
+    )
+
+
 def install(last_checkpoint: Callable[[str], str | None]) -> None:
     """Teach the functions; idempotent. transformers is imported already, or nothing happens.
 
