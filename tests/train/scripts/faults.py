@@ -45,7 +45,7 @@ def install(
 
     def faulty(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
-        if not any(about in str(arg) for arg in args):
+        if about and not any(about in str(arg) for arg in args):
             return original(*args, **kwargs)
         calls += 1
         now = nth <= calls < nth + times
