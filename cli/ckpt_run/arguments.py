@@ -148,12 +148,12 @@ def _find(name: str, word: str, options: tuple[Option, ...]) -> Option:
 
 
 def _checked(option: Option, value: str) -> str:
+    if not value:
+        raise UsageError(f"{option.name} is empty")
     if option.name == "--max-restarts" and not (value.isascii() and value.isdigit()):
         raise UsageError(f"--max-restarts {value}: expected a whole number")
     if option.name == "--resume" and value not in ("auto", "never", "required"):
         raise UsageError(f"--resume {value}: expected auto, never or required")
-    if option.name == "--output-dir" and not value:
-        raise UsageError("--output-dir is empty")
     return value
 
 

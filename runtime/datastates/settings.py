@@ -30,9 +30,11 @@ class Setting:
 
 
 def _number(value: Any) -> float:
-    if isinstance(value, bool):
-        raise ValueError("expected a number")
-    return float(value)
+    """NaN, which is above and below nothing, for what is no number."""
+    try:
+        return float("nan" if isinstance(value, bool) else value)
+    except (TypeError, ValueError, OverflowError):
+        return float("nan")
 
 
 def _positive(value: Any) -> float:
@@ -44,7 +46,7 @@ def _positive(value: Any) -> float:
 
 def _count(value: Any) -> int:
     number = _number(value)
-    if not number.is_integer() or number < 1:
+    if not (1 <= number < float("inf") and number.is_integer()):
         raise ValueError("expected a whole number of at least 1")
     return int(number)
 
@@ -215,8 +217,9 @@ def _settle(setting: Setting, given: Mapping[str, Any], variables: Mapping[str, 
         return setting.default
     try:
         return setting.parse(value)
-    except (TypeError, ValueError) as error:
-        raise SettingError(f"{source} is {value!r}: {error} ({setting.unit}: {setting.meaning})") from None
+    except ValueError as error:
+        unit = "" if setting.unit in str(error) else f"{setting.unit}: "
+        raise SettingError(f"{source} is {value!r}: {error} ({unit}{setting.meaning})") from None
 
 
 def _unknown(key: str) -> str:

@@ -67,6 +67,12 @@ def test_after_dashes_a_program_with_the_name_of_a_command_runs(sandbox: Sandbox
         (["--fresh=yes", "python"], "--fresh takes no value"),
         (["--output-dir"], "--output-dir needs a value"),
         (["--host-cache-size", "-1", "python"], "--host-cache-size is '-1'"),
+        (
+            ["--host-cache-size", "abc", "python"],
+            "--host-cache-size is 'abc': expected a number above 0 (GiB per rank",
+        ),
+        (["--host-cache-size", "", "python"], "--host-cache-size is empty"),
+        (["--output-dir=", "python"], "--output-dir is empty"),
         (["--fresh", "status"], "ckpt-run -- status"),
     ],
 )
@@ -77,6 +83,13 @@ def test_a_slip_among_our_options_is_named_and_nothing_runs(
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stdout == ""
+
+
+def test_a_bad_variable_is_named_with_its_value_and_each_choice_once(sandbox: Sandbox) -> None:
+    done = sandbox.run("true", env={"CKPT_RUN_RESUME": "sometimes"})
+    assert done.returncode == 2
+    assert "CKPT_RUN_RESUME is 'sometimes': expected one of auto, never, required" in done.stderr
+    assert done.stderr.count("required") == 1
 
 
 def test_without_a_command_help_goes_to_stderr(sandbox: Sandbox) -> None:
