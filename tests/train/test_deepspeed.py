@@ -54,6 +54,8 @@ MODES = {
     ),
     "stage 3 offloaded": Mode(zero(3, **OFFLOADED, offload_param={"device": "cpu"}), shards()),
     "stage 3 with an adapter": Mode(zero(3, **GATHERED), shards() | {"adapter_model.safetensors"}, "lora"),
+    "stage 2 overwritten": Mode(zero(2), shards(), "overwriting"),
+    "stage 3 overwritten": Mode(zero(3), shards(), "overwriting"),
     "experts": Mode(OWN, {"global_step4/layer_0_expert_1_mp_rank_00_model_states.pt"}, "experts"),
 }
 STEPS = (2, 4)
@@ -125,6 +127,34 @@ def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Call
         last = trained(mode).last_line(rank)
         assert last["eager"] == [{}, {}]
         assert last["late_bytes"] > 0
+
+
+@pytest.mark.parametrize("through", ["in place", "data"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_weight_changed_between_save_and_step_costs_one_checkpoint_and_is_copied_at_once_from_then_on(
+    stage: int, through: str, tmp_path: Path
+) -> None:
+    training = Training(
+        Job(
+            str(tmp_path / "out"),
+            str(tmp_path / "log"),
+            late=True,
+            resume=None,
+            kind="restless",
+            model={"through": through},
+            arguments={"max_steps": 4, "save_steps": 2, **zero(stage)},
+        ),
+        2,
+    )
+    training.finish()
+    assert checkpoints.whole(tmp_path / "out") == [4]
+    [line] = [line for line in training.text().splitlines() if "[ERROR]" in line]
+    assert "checkpoint-2 was not committed" in line
+    assert (
+        "lm_head.weight in it was changed in place" if through == "in place" else "memory changed"
+    ) in line
+    eager = lines(training.job)[-2]["eager"]
+    assert [len(parts) for parts in eager] == [0, 1]
 
 
 @pytest.mark.parametrize("mode", ["stage 1", "stage 2 in bf16", "stage 3 gathered in bf16"])

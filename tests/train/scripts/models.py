@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import tiny
@@ -59,3 +60,35 @@ def experts(number: int = 2, width: int = 64) -> torch.nn.Module:
         deepspeed.init_distributed("gloo")
     set_seed(0)
     return Experts()
+
+
+def restless(through: str, **config: Any) -> torch.nn.Module:
+    """Changes a weight in each forward pass: one number ``in place``, which only a version counter sees, or all through ``data``, which none does."""
+    model = tiny.llama(**config)
+    weight = model.lm_head.weight
+
+    def change(*_: Any) -> None:
+        with torch.no_grad():
+            (weight[5, 5] if through == "in place" else weight.data).mul_(1.01)
+
+    model.register_forward_pre_hook(change)
+    return model
+
+
+def overwriting(**config: Any) -> torch.nn.Module:
+    """Sets a master weight and a piece of optimizer state before each forward pass, by DeepSpeed's own functions for it."""
+    from deepspeed import utils
+
+    model = tiny.llama(**config)
+    weight = model.lm_head.weight
+
+    passes = itertools.count()
+
+    def change(*_: Any) -> None:
+        if next(passes):  # there is no optimizer state before the first step
+            utils.safe_set_full_fp32_param(weight, utils.safe_get_full_fp32_param(weight) * 1.01)
+            momentum = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+            utils.safe_set_full_optimizer_state(weight, momentum * 0.9, "exp_avg")
+
+    model.register_forward_pre_hook(change)
+    return model

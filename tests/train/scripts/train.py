@@ -54,10 +54,8 @@ class Job:
 class Log(TrainerCallback):
     """Writes each loss as soon as it is known, so that a killed process has told what it did."""
 
-    def __init__(self, path: str, pause: float) -> None:
+    def __init__(self, path: str) -> None:
         self.stream = open(path, "a", buffering=1)  # noqa: SIM115 - lives as long as the process
-        self.pause = pause
-        self.settle: Callable[[], Any] | None = None
 
     def write(self, **fields: Any) -> None:
         self.stream.write(json.dumps(fields) + "\n")
@@ -66,14 +64,22 @@ class Log(TrainerCallback):
         if args.process_index:  # or else all ranks draw the same numbers, and a mix-up would not show
             torch.manual_seed(args.process_index)
 
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self.write(step=state.global_step, loss=float(logs["loss"]))
+
+
+class Pace(TrainerCallback):
+    """Slows steps down. Not part of :class:`Log`: a callback at the beginning of a step stands behind the fence, so nothing is late then."""
+
+    def __init__(self, pause: float) -> None:
+        self.pause = pause
+        self.settle: Callable[[], Any] | None = None
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         time.sleep(self.pause)
         if self.settle and state.global_step % 2:
             self.settle()
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" in logs:
-            self.write(step=state.global_step, loss=float(logs["loss"]))
 
 
 def fingerprint(trainer: Trainer) -> str:
@@ -96,13 +102,14 @@ def stage_late() -> Any:
 
 def main(job: Job) -> None:
     rank = os.environ.get("RANK", "0")
-    log = Log(f"{job.log}-rank{rank}.jsonl", job.pause)
+    log = Log(f"{job.log}-rank{rank}.jsonl")
+    pace = Pace(job.pause)
     sharding.prepare(job.arguments)
     trainer = tiny.trainer(
         Path(job.output_dir),
         model=models.build(job.kind, **job.model),
         data=tiny.Tokens(job.rows),
-        callbacks=[log],
+        callbacks=[log, pace] if job.pause or job.orderly else [log],
         **job.arguments,
     )
     sharding.finish(trainer)
@@ -110,7 +117,7 @@ def main(job: Job) -> None:
         from datastates.llm import DecoratedCheckpointing
 
         decorated = DecoratedCheckpointing({"trainer": trainer, **job.settings}, -1)
-        log.settle = decorated.wait if job.orderly else None
+        pace.settle = decorated.wait if job.orderly else None
     for fault in job.faults:
         faults.install(**fault)
     engine = stage_late() if job.late else None
