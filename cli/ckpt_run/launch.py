@@ -111,9 +111,11 @@ def _run_again(
 
 
 def _wait(command: list[str], supervisor: Supervisor) -> int:
-    memory_kills = exits.memory_kills()
+    before = exits.memory_kills()
     status = supervisor.wait()
-    explanation = exits.explain(command, status, exits.memory_kills() > memory_kills)
+    after = exits.memory_kills()
+    out_of_memory = None if before is None or after is None else after > before
+    explanation = exits.explain(command, status, out_of_memory)
     if explanation:
         say(explanation)
     return supervisor.exit_code(status)

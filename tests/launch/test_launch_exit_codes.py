@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from ckpt_run import exits
 from launch_tools import CKPT_RUN, Sandbox
+from waiting import until
 
 
 @pytest.mark.parametrize("code", [0, 1, 3, 75, 125, 128, 200, 255])
@@ -22,8 +26,46 @@ def test_death_by_a_signal_is_128_and_its_number(sandbox: Sandbox, name: str, co
     assert sandbox.run("sh", "-c", f"kill -{name} $$").returncode == code
 
 
-def test_death_by_sigkill_is_explained_in_words(sandbox: Sandbox) -> None:
-    assert "sh was killed by SIGKILL (out of memory?)" in sandbox.run("sh", "-c", "kill -9 $$").stderr
+def test_death_by_sigkill_is_told_in_one_line_which_blames_the_memory_only_where_that_may_be(
+    sandbox: Sandbox,
+) -> None:
+    perhaps = " (perhaps out of memory)" if exits.memory_kills() is None else ""
+    done = sandbox.run("sh", "-c", "kill -9 $$")
+    assert (done.returncode, done.stderr) == (137, f"ckpt-run: sh was killed by SIGKILL{perhaps}\n")
+
+
+@pytest.fixture
+def little_memory() -> Iterator[Path]:
+    """A control group of 64 MiB within our own, where we may make one."""
+    with open("/proc/self/cgroup") as file:
+        groups = [line.rstrip("\n").split(":", 2) for line in file]
+    found = next((group for _, names, group in groups if "memory" in names.split(",")), None)
+    old = found is not None
+    top = Path("/sys/fs/cgroup/memory" if old else "/sys/fs/cgroup")
+    path = top / (found or groups[-1][2]).strip("/") / f"ckpt-run-test-{os.getpid()}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group can be made here: {error}")
+    try:
+        (path / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(64 << 20))
+        yield path
+    except OSError as error:
+        pytest.skip(f"no control group can be limited here: {error}")
+    finally:
+        until(lambda: not (path / "cgroup.procs").read_text(), "the processes in it to end")
+        path.rmdir()
+
+
+def test_a_program_that_the_kernel_ended_for_want_of_memory_is_said_to_have_run_out_of_it(
+    sandbox: Sandbox, little_memory: Path
+) -> None:
+    eat = "pages = bytearray(512 << 20)\nfor at in range(0, len(pages), 4096): pages[at] = 1"
+    enter = f"echo $$ > {little_memory}/cgroup.procs && exec {CKPT_RUN} {sys.executable} -c '{eat}'"
+    done = sandbox.plain("sh", "-c", enter)
+    assert done.returncode == 137
+    name = os.path.basename(sys.executable)
+    assert done.stderr == f"ckpt-run: {name} was killed by SIGKILL (out of memory: the kernel ended it)\n"
 
 
 def test_deepspeeds_247_is_read_as_sigkill(sandbox: Sandbox) -> None:
