@@ -162,6 +162,14 @@ TABLE: tuple[Setting, ...] = (
         "training loops without the Trainer; wait: the call returns when the checkpoint is committed, for scripts that read it at once",
     ),
     Setting(
+        "occupied",
+        "CKPT_RUN_OCCUPIED",
+        "refuse",
+        "refuse, take",
+        _one_of("refuse", "take"),
+        "where another training saves into the output directory; take: when that one is known to be gone, and its lock is not",
+    ),
+    Setting(
         "cuda_driver",
         "CKPT_RUN_CUDA_DRIVER",
         "libcuda.so.1",
@@ -188,6 +196,7 @@ class Settings:
     io: Literal["auto", "direct", "buffered"]
     snapshot: str
     loop_saves: str
+    occupied: str
     cuda_driver: str
 
 

@@ -87,6 +87,7 @@ def test_every_setting_can_be_set_by_its_variable_and_the_script_wins() -> None:
         "io": ("buffered", "buffered", "direct"),
         "snapshot": ("eager", "eager", "late"),
         "loop_saves": ("wait", "wait", "off"),
+        "occupied": ("take", "take", "refuse"),
         "cuda_driver": ("/opt/libcuda.so", "/opt/libcuda.so", "libcuda.so.2"),
     }
     assert values.keys() == {setting.key for setting in TABLE}

@@ -200,7 +200,9 @@ class _Node:
     def set_out(self, args: Any, names: Sequence[str], like: Plan | None) -> Plan:
         """This node's plan, which follows that of rank 0; without ``like`` it is rank 0's."""
         siblings = [name for name in names if name != plan.name()]
-        made = plan.set_out(args, self._root, self._ordinal, self._choice, self._record, like, siblings)
+        made = plan.set_out(
+            args, self._settings, self._root, self._ordinal, self._choice, self._record, like, siblings
+        )
         if made.trouble:
             return made
         try:

@@ -57,11 +57,12 @@ def decide(
     except Exception as error:
         logger.debug("no plan", exc_info=True)
         return in_trouble(root, ordinal, error, request.path)
-    return set_out(args, root, ordinal, choice, record)
+    return set_out(args, settings, root, ordinal, choice, record)
 
 
 def set_out(
     args: Any,
+    settings: Settings,
     root: str,
     ordinal: int,
     choice: ResumePoint | None,
@@ -80,7 +81,7 @@ def set_out(
     run_id = like.run_id if like else os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
     attempt = like.attempt if like else lineage.new_id()
     try:
-        _occupy(place, siblings)
+        _occupy(place, siblings, take=settings.occupied == "take")
         commit.sweep(place, attempt, spare=choice.path if choice else None)
         last_word.forget(place)
         here = RunRecord.here(
@@ -122,12 +123,12 @@ def name() -> str:
     return f"process {os.getpid()} on {os.uname().nodename} ("
 
 
-def _occupy(root: layout.Root, siblings: Collection[str]) -> None:
-    other = occupant.occupy(root, f"{name()}{' '.join(sys.orig_argv)})")
+def _occupy(root: layout.Root, siblings: Collection[str], take: bool) -> None:
+    other = occupant.occupy(root, f"{name()}{' '.join(sys.orig_argv)})", take=take)
     if other is None:
         return
     if other.startswith(tuple(siblings)):
         raise FileExistsError(f"{root.path} is one directory for all nodes: leave out save_on_each_node")
     raise FileExistsError(
-        f"{other} saves into {root.path} now; end it, or give this training another output_dir"
+        f"{other} saves into {root.path} now; end it, or give this training another output_dir (or set CKPT_RUN_OCCUPIED=take if it is gone)"
     )
