@@ -133,6 +133,18 @@ def test_stock_code_resumes_from_it_as_from_its_own(
         assert losses(job) == losses(both.job)[2:]
 
 
+def test_a_whole_model_is_gathered_once_for_both_of_its_files(tmp_path: Path) -> None:
+    """Two saves, and the third gathering would fail."""
+    third = {"at": "torch.distributed.checkpoint.state_dict:_get_model_state_dict", "do": "EIO", "nth": 3}
+    arguments = {"max_steps": 4, "save_steps": 2, **MODES["fsdp2 full"]}
+    job = Job(str(tmp_path / "out"), str(tmp_path / "log"), True, None, arguments=arguments, faults=[third])
+    Training(job, 2).finish()
+    assert checkpoints.whole(tmp_path / "out") == list(STEPS)
+    newest = runs.checkpoint(tmp_path / "out", 4)
+    whole = torch.load(newest / "pytorch_model_fsdp.bin", weights_only=True)
+    assert checkpoints.same(whole, load_file(newest / "model.safetensors"))
+
+
 def test_torch_and_accelerate_put_the_shards_together(
     trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
@@ -220,3 +232,24 @@ def test_a_rank_whose_disk_fails_costs_that_checkpoint_and_no_rank_waits_for_it(
             if "[ERROR]" in line
         ]
         assert sum(told) == 2, step
+
+
+@pytest.mark.parametrize("mode", ["fsdp2 sharded", "fsdp2 full"])
+def test_the_best_model_is_loaded_at_the_end(mode: str, tmp_path: Path) -> None:
+    """The one with the largest loss: hardly the last one."""
+    best = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+    }
+    ends = []
+    for name, decorated in (("stock", False), ("ours", True)):
+        arguments = {"max_steps": 6, "save_steps": 2, "learning_rate": 1e-3, **best, **MODES[mode]}
+        job = Job(str(tmp_path / name), str(tmp_path / f"{name}-log"), decorated, None, arguments=arguments)
+        ends.append(Training(job, 2).finish())
+    assert ends[0]["weights"] == ends[1]["weights"]
+    assert checkpoints.whole(tmp_path / "ours") == [2, 4, 6]
+    state = json.loads((runs.checkpoint(tmp_path / "ours", 6) / "trainer_state.json").read_text())
+    assert Path(state["best_model_checkpoint"]).name == "checkpoint-2"

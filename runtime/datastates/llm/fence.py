@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from datastates.llm import deepspeed
+from datastates.llm import deepspeed, fsdp
 from datastates.llm.still import SteppingOptimizers
 
 
@@ -84,6 +84,7 @@ def install() -> None:
     if _installed:
         return
     _installed = True
+    fsdp.install(FENCE.wait)
     os.register_at_fork(after_in_child=FENCE.forget)
     register_optimizer_step_pre_hook(_before_step)
     torch.nn.Module.load_state_dict = _fenced(torch.nn.Module.load_state_dict)  # type: ignore[method-assign]

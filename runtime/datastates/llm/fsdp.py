@@ -1,10 +1,19 @@
-"""FSDP: where the memory of sharded tensors lies."""
+"""FSDP: where the memory of sharded tensors lies, and how often a whole model is gathered."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import importlib
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+
+_BETWEEN = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
+"""What runs between the two times when Trainer gathers the whole model, and could change it."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -13,3 +22,73 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         return tensor._local_tensor  # type: ignore[no-any-return] # to_local() may record an autograd node
     return tensor
+
+
+def install(wait: Callable[[], None]) -> None:
+    """Put the fence before torch.distributed.checkpoint loads, straight into the memory of a state dict. Idempotent.
+
+    Args:
+        wait: returns when no save has memory left to copy.
+    """
+    if not torch.distributed.is_available():
+        return
+    library: Any = importlib.import_module("torch.distributed.checkpoint.state_dict_loader")
+    stock = library._load_state_dict
+    if hasattr(stock, "_ckpt_run_fence"):
+        return
+
+    @functools.wraps(stock)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        wait()
+        return stock(*args, **kwargs)
+
+    load_state_dict._ckpt_run_fence = True  # type: ignore[attr-defined]
+    library._load_state_dict = load_state_dict
+
+
+@contextmanager
+def gathered_once(trainer: Any) -> Iterator[None]:
+    """While open, the whole model is gathered on the host once, where stock code writes it into two files with nothing in between.
+
+    All ranks decide alike: by their code, never by what is in their memory. Where a script has a say between the two files, it may write
+    averaged weights into the first; no version counter would tell.
+    """
+    if not (trainer.is_fsdp_enabled and _is_stock(trainer)):
+        yield
+        return
+    library: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    stock = library.get_model_state_dict
+    known: list[tuple[Any, Any, dict[str, Any]]] = []
+
+    @functools.wraps(stock)
+    def get_model_state_dict(model: Any, *, submodules: Any = None, options: Any = None) -> Any:
+        if submodules or not (options and options.full_state_dict and options.cpu_offload):
+            return stock(model, submodules=submodules, options=options)
+        for one, how, state in known:
+            if one is model and how == options:
+                return copy.copy(state)
+        known.append((model, options, stock(model, options=options)))
+        return copy.copy(known[-1][2])
+
+    library.get_model_state_dict = get_model_state_dict
+    try:
+        yield
+    finally:
+        library.get_model_state_dict = stock
+
+
+def _is_stock(trainer: Any) -> bool:
+    from transformers import (
+        PreTrainedModel,
+        Trainer,
+    )  # a training loop without transformers comes here as little as it has them
+
+    writers = all(getattr(type(trainer), name) is getattr(Trainer, name) for name in _BETWEEN)
+    saves_model = getattr(type(trainer.model), "save_pretrained", None)
+    replaced = {*vars(trainer)} & {"save_model", "_save", "_save_optimizer_and_scheduler"}
+    return (
+        writers
+        and not replaced
+        and saves_model is PreTrainedModel.save_pretrained
+        and "save_pretrained" not in vars(trainer.model)
+    )

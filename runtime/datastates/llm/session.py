@@ -14,7 +14,7 @@ from typing import Any
 
 from datastates.engine import PendingFile
 from datastates.formats import intercept
-from datastates.llm import host_cache, log, meetings, nodes, ranks, resume, space, trouble
+from datastates.llm import fsdp, host_cache, log, meetings, nodes, ranks, resume, space, trouble
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.housekeeping import Housekeeping
@@ -191,7 +191,10 @@ class Session:
         self.in_scope = True
         obstacle = self._clear_the_way(directory)
         try:
-            with meetings.kept(self._trainer, self.root, after_first=directory.prepare):
+            with (
+                fsdp.gathered_once(self._trainer),
+                meetings.kept(self._trainer, self.root, after_first=directory.prepare),
+            ):
                 self._agree_on(obstacle)
                 if self._searching:
                     directory.prepare()
