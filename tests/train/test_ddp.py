@@ -183,6 +183,32 @@ def test_a_rank_that_dies_ends_the_waits_of_the_other(tmp_path: Path) -> None:
     assert set(checkpoints.whole(Path(training.job.output_dir))) <= {2, 4, 6, 8}
 
 
+@pytest.mark.parametrize(("at", "rank"), [("cast_vote", 1), ("publish", 0)])
+def test_after_a_rank_died_between_save_and_commit_the_next_launch_resumes_from_the_checkpoint_before(
+    at: str, rank: int, tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
+) -> None:
+    dies = {"at": f"datastates.store.commit:{at}", "do": "kill", "nth": 2, "rank": rank}
+    limits = {"commit_timeout": 2, "exit_timeout": 2}
+    training = Training(job(tmp_path, faults=[dies], settings=limits), 2)
+    codes = training.join()
+    assert (codes[rank], codes[1 - rank]) == (-9, 1)
+    output_dir = Path(training.job.output_dir)
+    assert checkpoints.whole(output_dir) == [2]
+    [line] = told(training, 1 - rank, 4)
+    assert f"rank {rank}" in line
+    assert Training(job(tmp_path), 2).finish()["weights"] == undisturbed[1]["weights"]
+    assert checkpoints.whole(output_dir) == [2, 4, 6, 8]
+
+
+def test_where_every_rename_takes_long_all_checkpoints_are_committed(
+    tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
+) -> None:
+    slow = [{"at": f"os:{name}", "do": "sleep", "amount": 0.2} for name in ("rename", "replace")]
+    training = disturbed(tmp_path, slow, undisturbed)
+    assert checkpoints.whole(Path(training.job.output_dir)) == [2, 4, 6, 8]
+    assert told(training, 0, 2) + told(training, 1, 2) == []
+
+
 def test_where_one_rank_cannot_save_at_all_none_does_and_trainer_saves_by_itself(
     tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
 ) -> None:
