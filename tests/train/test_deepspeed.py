@@ -169,3 +169,51 @@ def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> N
 def test_every_mode_killed_three_times_equals_uninterrupted(mode: str, seed: int, tmp_path: Path) -> None:
     how = MODES[mode]
     exactly_resumed(tmp_path, 2, how.arguments, seed, kills=3, kind=how.kind)
+
+
+STOCK = "transformers.trainer:Trainer"
+WRITER = "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine"
+FAILURES: list[dict[str, Any]] = [
+    {"at": f"{STOCK}.save_model", "rank": 0},
+    {"at": f"{STOCK}._save", "rank": 0},
+    {"at": f"{STOCK}._save_optimizer_and_scheduler", "rank": 1},
+    {"at": f"{WRITER}.save", "rank": 1},
+    {"at": f"{WRITER}.save", "rank": 0},
+    {"at": f"{WRITER}.commit", "rank": 0},
+    {"at": "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script", "rank": 0},
+    {"at": f"{STOCK}._save_rng_state", "rank": 1},
+]
+"""In the order in which a save comes to them; between them the ranks meet."""
+BEST = {
+    "eval_strategy": "steps",
+    "eval_steps": 1,
+    "load_best_model_at_end": False,
+    "metric_for_best_model": "loss",
+}
+
+
+@pytest.mark.parametrize("mode", ["stage 2", "stage 3", "stage 3 gathered in bf16"])
+def test_wherever_a_rank_fails_at_the_disk_the_other_goes_on_and_one_checkpoint_is_lost(
+    mode: str, tmp_path: Path
+) -> None:
+    """One fault strikes at each save with an even number; those between are undisturbed."""
+    faults = [
+        {"do": "ENOSPC", "times": 1, "about": f"checkpoint-{2 * number}", **fault}
+        for number, fault in enumerate(FAILURES, start=1)
+    ]
+    steps = 2 * len(FAILURES) + 1
+    training = Training(
+        job(
+            tmp_path,
+            mode,
+            orderly=True,
+            faults=faults,
+            arguments={**MODES[mode].arguments, **BEST, "max_steps": steps, "save_steps": 1},
+        ),
+        2,
+    )
+    training.finish()
+    assert checkpoints.whole(tmp_path / "out") == list(range(1, steps + 1, 2))
+    for rank in (0, 1):
+        told = [line for line in training.text(rank).splitlines() if "[ERROR]" in line]
+        assert len(told) == len(FAILURES), told

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from datastates.engine import crc32
-from datastates.llm import log, loop, meetings
+from datastates.llm import log, loop
 from datastates.llm.ranks import Ranks
+from datastates.llm.replaced import counted_calls
 from datastates.llm.words import Topic
 from datastates.store import staged
 from datastates.store.catalog import Checkpoint, damage
@@ -92,7 +93,7 @@ def _write(
 @contextmanager
 def _meeting_kept(accelerator: Any, automatic: bool) -> Iterator[None]:
     """With automatic naming the ranks meet before they write; a rank that fails before attends it all the same."""
-    with meetings.counted_calls(accelerator, "wait_for_everyone") as met:
+    with counted_calls(accelerator, "wait_for_everyone") as met:
         try:
             yield
         except Exception:

@@ -19,7 +19,9 @@ from typing import Any
 import torch.distributed as dist
 
 from datastates.llm import trouble
+from datastates.llm.deepspeed_meetings import TrainerMeetings
 from datastates.llm.ranks import Ranks
+from datastates.llm.replaced import counted_calls, replaced
 
 
 def many(trainer: Any) -> bool:
@@ -40,29 +42,36 @@ def kept(trainer: Any, root: str, after_first: Callable[[], object] = lambda: No
         Exception: as the code inside, or the first error at the disk that was put off.
     """
     put_off = _PutOff(root)
+    sharded = TrainerMeetings(trainer) if many(trainer) and trainer.is_deepspeed_enabled else None
     with ExitStack() as stack:
         if many(trainer):
             after_first = put_off.wrap(after_first)
-            stack.enter_context(_replaced(trainer, "_save", put_off.wrap))
-            stack.enter_context(_replaced(os, "makedirs", put_off.wrap_for_any_path))
+            stack.enter_context(replaced(trainer, "_save", put_off.wrap))
+            stack.enter_context(replaced(os, "makedirs", put_off.wrap_for_any_path))
         flos = stack.enter_context(counted_calls(trainer, "store_flos", after_first))
         barriers = stack.enter_context(counted_calls(dist, "barrier"))
+        if sharded:
+            stack.enter_context(sharded.kept(put_off, barriers))
         try:
             yield
         except BaseException as error:
             ours = isinstance(error, Exception) or trouble.at_the_disk(error, root)
             if ours and not Ranks.of(trainer).alone:
-                _attend(trainer, flos, barriers)
+                _attend(trainer, flos, barriers, sharded)
             raise
         if put_off.errors:
             raise put_off.errors[0]
 
 
-def _attend(trainer: Any, flos: list[None], barriers: list[None]) -> None:
+def _attend(trainer: Any, flos: list[None], barriers: list[None], sharded: TrainerMeetings | None) -> None:
     if not flos and trainer.hp_search_backend is None and not trainer.state.is_hyper_param_search:
         type(trainer).store_flos(trainer)
-    if not barriers and trainer.state.best_global_step:
+    if sharded:
+        sharded.attend_model()
+    if len(barriers) == (sharded.barriers if sharded else 0) and trainer.state.best_global_step:
         dist.barrier()
+    if sharded:
+        sharded.attend_state()
 
 
 class _PutOff:
@@ -91,39 +100,3 @@ class _PutOff:
                 self.errors.append(error)
 
         return forgiven
-
-
-@contextmanager
-def counted_calls(
-    owner: Any, name: str, afterwards: Callable[[], object] = lambda: None
-) -> Iterator[list[None]]:
-    """The list grows by one with each call of ``owner.name``."""
-    calls: list[None] = []
-
-    def wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(None)
-            result = original(*args, **kwargs)
-            afterwards()
-            return result
-
-        return counted
-
-    with _replaced(owner, name, wrapped):
-        yield calls
-
-
-@contextmanager
-def _replaced(
-    owner: Any, name: str, wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    own = name in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, wrapped(original))
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
