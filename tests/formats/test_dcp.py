@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import pickle
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import formats_tensors
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dist_cp
 from datastates.formats import intercept, self_check
 from datastates.formats.render import render
@@ -19,6 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -270,3 +274,23 @@ def test_a_stream_that_torch_save_is_given_is_left_alone_inside_the_scope(bench:
     with intercept.sink(bench.sink):
         torch.save(typical(), buffer)
     assert torch.equal(torch.load(io.BytesIO(buffer.getvalue()))["column"], typical()["column"])
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[DeviceMesh]:
+    """A group of one rank."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_shards_are_imaged_where_they_are_by_either_writer(bench: Bench, mesh: DeviceMesh) -> None:
+    """Newer versions of accelerate can also write each rank's shards with torch.save."""
+    shard = distribute_tensor(torch.arange(6000.0).reshape(60, 100), mesh, [Shard(0)])
+    image = bench.compare(lambda path: torch.save({"weight": shard}, path), "model_rank0.bin")
+    assert [part.address for part in image.memory] == [shard.to_local().data_ptr()]
+    with intercept.sink(bench.sink):
+        save(bench.imaged / "dcp", {"weight": shard})
+    (image,) = bench.sink.images.values()
+    assert [part.address for part in image.memory] == [shard.to_local().data_ptr()]

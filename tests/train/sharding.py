@@ -67,7 +67,7 @@ def prepare(arguments: dict[str, Any]) -> None:
 
 def settle(args: Any) -> None:
     """Between TrainingArguments and Trainer: accelerate takes the gloo ranks for ones that it can shard over."""
-    if not args.fsdp:
+    if not (args.fsdp and args.use_cpu):
         return
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -79,7 +79,7 @@ def settle(args: Any) -> None:
 
 def finish(trainer: Any) -> None:
     """After the Trainer was built: FSDP on CPU is what it shall believe in."""
-    if trainer.args.fsdp:
+    if trainer.args.fsdp and torch.distributed.get_backend() == "gloo":
         trainer.args.use_cpu = True
 
 
@@ -103,7 +103,7 @@ def digest(trainer: Any) -> str:
         state.update({f"{names.get(id(parameter))}.{key}": value for key, value in kept.items()})
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).cpu()
         digest.update(
             name.encode() + whole.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )

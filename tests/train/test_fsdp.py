@@ -253,3 +253,25 @@ def test_the_best_model_is_loaded_at_the_end(mode: str, tmp_path: Path) -> None:
     assert checkpoints.whole(tmp_path / "ours") == [2, 4, 6]
     state = json.loads((runs.checkpoint(tmp_path / "ours", 6) / "trainer_state.json").read_text())
     assert Path(state["best_model_checkpoint"]).name == "checkpoint-2"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("kind", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+def test_on_a_gpu_every_file_is_byte_for_byte_what_stock_code_writes(
+    version: int, kind: str, tmp_path: Path
+) -> None:
+    """Above all FSDP1's whole state, which torch cannot gather on CPU ranks: it ends with a segmentation fault."""
+    arguments = {"max_steps": 4, "save_steps": 2, **sharding.fsdp(version, kind), "use_cpu": False}
+    job = Job(str(tmp_path / "out"), str(tmp_path / "log"), False, None, arguments=arguments, model=LARGER)
+    expected = Training(job).finish()
+    (tmp_path / "out").rename(tmp_path / "stock")
+    assert Training(replace(job, decorated=True)).finish() == expected
+    assert checkpoints.whole(tmp_path / "out") == list(STEPS)
+    for step in STEPS:
+        stock = checkpoints.tree(tmp_path / "stock" / f"checkpoint-{step}")
+        found = checkpoints.tree(runs.checkpoint(tmp_path / "out", step))
+        assert {name: _comparable(name, data) for name, data in found.items()} == {
+            name: _comparable(name, data) for name, data in stock.items()
+        }
