@@ -7,16 +7,20 @@ from pathlib import Path
 
 from datastates.store.launches import LaunchRecord
 from datastates.store.layout import CHECKPOINT_ROOT, PRIVATE, Root
+from datastates.store.loops import loop_root
 from datastates.store.runrecord import RunRecord
 
 DEPTHS = ("", "*/", "*/*/")  # a search over hyperparameters has an output directory for each trial
 
 
 def root_at(directory: Path) -> Root | None:
-    """The newest root at, in, or one or two levels below ``directory``; None when there is none."""
+    """The newest root at, in, or one or two levels below ``directory``; one of a training loop at or in it. None when there is none."""
     directory = directory.absolute()
     if directory.name == CHECKPOINT_ROOT or (directory / ".run").is_dir() or _has_checkpoints(directory):
         return Root(directory)
+    loop = loop_root(directory)
+    if loop is not None:
+        return loop
     for depth in DEPTHS:
         found = [Root(path) for path in directory.glob(depth + CHECKPOINT_ROOT) if path.is_dir()]
         if found:

@@ -115,9 +115,10 @@ def _newest(summary: RunSummary) -> Text:
     manifest = newest.manifest
     others = f"; {summary.committed} committed in all" if summary.committed > 1 else ""
     files = count(len(manifest.files), "file")
-    return Text(
-        f"step {newest.step}, {size(manifest.size)} in {files}, committed {ago(manifest.created)}{others}"
-    )
+    name = f"step {newest.step}"
+    if newest.path.name != f"checkpoint-{newest.step}":
+        name = f"{newest.path.name} ({name})"
+    return Text(f"{name}, {size(manifest.size)} in {files}, committed {ago(manifest.created)}{others}")
 
 
 def _timing_rows(summary: RunSummary) -> list[tuple[str, Text]]:

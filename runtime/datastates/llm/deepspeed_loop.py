@@ -21,7 +21,8 @@ from datastates.llm.ranks import Ranks
 from datastates.llm.words import Topic
 from datastates.store import staged
 from datastates.store.catalog import Checkpoint, damage
-from datastates.store.layout import LOOP_HOME, PRIVATE, CheckpointDir, Root
+from datastates.store.layout import LOOP_HOME, CheckpointDir, Root
+from datastates.store.loops import loop_checkpoints
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -143,15 +144,14 @@ def _choose_tag(root: Root, tag: str | None) -> dict[str, Any]:
 
 def _newest(root: Root, without: str, like: Checkpoint) -> Checkpoint | None:
     """The newest whole checkpoint of the same training, or of any where that is not known."""
-    folders = [*root.path.glob(f"*/{PRIVATE}"), *root.path.glob(f"*/*/{PRIVATE}")]
-    for folder in folders:
-        staged.settle(folder.parent)
-    found = [Checkpoint.load(folder.parent) for folder in folders if folder.parent != root.path / without]
-    known = [(item, item.manifest) for item in found if item.committed and item.manifest]
-    if like.manifest is not None:
-        known = [(item, signed) for item, signed in known if signed.lineage == like.manifest.lineage]
-    newest_first = sorted(known, key=lambda pair: (pair[1].step, pair[1].created), reverse=True)
-    return next((item for item, _ in newest_first if damage(item, crc32=crc32) is None), None)
+    for found in loop_checkpoints(root):
+        if found.path == root.path / without or not found.committed or found.manifest is None:
+            continue
+        staged.settle(found.path)
+        same = like.manifest is None or found.manifest.lineage == like.manifest.lineage
+        if same and damage(found, crc32=crc32) is None:
+            return found
+    return None
 
 
 def _tag_of(root: Root, checkpoint: Checkpoint) -> str:

@@ -19,6 +19,7 @@ from datastates.llm.ranks import Ranks
 from datastates.store.commit import polls
 
 LONGEST_POLL_SECONDS = 0.05
+HEARING_SECONDS = 10.0
 
 _calls: Counter[tuple[str, str]] = Counter()
 
@@ -44,21 +45,33 @@ class Topic:
         return self._ranks.size == 1 or self._store is not None
 
     def agree(self, decide: Callable[[], dict[str, Any]], timeout: float) -> dict[str, Any]:
-        """What rank 0's ``decide`` answers, on every rank; it must not raise.
+        """What rank 0's ``decide`` answers, on every rank; it must not raise. An ``error`` in it ends the program: the others hear it first.
 
         Raises:
-            NobodyAnsweredError: rank 0 has not come here within ``timeout`` seconds.
+            NobodyAnsweredError: rank 0 has not come here within ``timeout`` seconds, or is gone.
         """
         if self._ranks.rank == 0:
             word = decide()
             if self._store is not None:
                 self._store.set(self._key, json.dumps(word))
+                self._wait_until_heard(word)
             return word
-        for _ in polls(timeout, longest=LONGEST_POLL_SECONDS):
-            if self._store.check([self._key]):
-                answer: dict[str, Any] = json.loads(self._store.get(self._key))
-                return answer
+        try:
+            for _ in polls(timeout, longest=LONGEST_POLL_SECONDS):
+                if self._store.check([self._key]):
+                    answer: dict[str, Any] = json.loads(self._store.get(self._key))
+                    self._store.add(f"{self._key}/heard", 1)
+                    return answer
+        except dist.DistError as error:
+            raise NobodyAnsweredError(f"rank 0 is gone: {error}") from error
         raise NobodyAnsweredError(f"rank 0 has not come to {self._about} within {timeout:g} s")
+
+    def _wait_until_heard(self, word: dict[str, Any]) -> None:
+        """The store may live in rank 0's process, and end with it."""
+        if "error" in word:
+            for _ in polls(HEARING_SECONDS, longest=LONGEST_POLL_SECONDS):
+                if self._store.add(f"{self._key}/heard", 0) >= self._ranks.size - 1:
+                    return
 
     def come(self) -> None:
         """Let rank 0 know that this rank takes part."""
@@ -66,8 +79,11 @@ class Topic:
             self._store.set(f"{self._key}/{self._ranks.rank}", "here")
 
     def came(self, rank: int) -> bool:
-        """Whether ``rank`` takes part, as far as is known now. Rank 0 does."""
-        return rank == 0 or (self._store is not None and self._store.check([f"{self._key}/{rank}"]))
+        """Whether ``rank`` takes part, as far as is known now. Rank 0 does; where nobody can be asked any more, all do."""
+        try:
+            return rank == 0 or bool(self._store.check([f"{self._key}/{rank}"]))
+        except dist.DistError:
+            return True
 
 
 def _store() -> Any:

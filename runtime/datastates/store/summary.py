@@ -8,6 +8,7 @@ from datastates.store.catalog import Catalog, Checkpoint
 from datastates.store.document import ManifestError
 from datastates.store.journal import Event, read_events
 from datastates.store.layout import Root
+from datastates.store.loops import loop_checkpoints
 from datastates.store.runrecord import RUNNING, RunRecord
 
 NONE = "none"
@@ -66,7 +67,7 @@ def summarize(root: Root) -> RunSummary:
     """
     record, problem = _record(root)
     events = _of_run(read_events(root), record)
-    checkpoints = Catalog(root).checkpoints()
+    checkpoints = loop_checkpoints(root) if root.home else Catalog(root).checkpoints()
     committed = [checkpoint for checkpoint in checkpoints if checkpoint.committed]
     damaged = [
         f"{item.path.name}: {item.problem}"
