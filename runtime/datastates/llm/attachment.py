@@ -127,7 +127,8 @@ class Attachment:
 
     def _on_save(self, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
         names = readers.readers(self._trainer.callback_handler.callbacks)
-        if not names or self._session is None:
+        # Not running: a shallow copy of this trainer trains, which shares the handler and saves by itself.
+        if not names or self._session is None or not self._session.running:
             return original(args, *rest, **kwargs)
         self._session.wait_for_readers(f"{', '.join(names)} may read it in on_save")
         if self._session.newest_is_missing:
