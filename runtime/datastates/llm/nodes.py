@@ -89,7 +89,7 @@ def decide(
 ) -> Plan | resume.NothingToResumeError:
     """As :func:`datastates.llm.plan.decide`, for all nodes together and called by every rank. Main thread only."""
     names = [name for name in ranks.gather(place, plan.name() if place.leads else None) if name]
-    node = _Node(root, ordinal, request, settings) if place.leads else None
+    node = _Node(root, ordinal, request, settings, len(place.voters)) if place.leads else None
     obstacle = _agree(place, node)
     if isinstance(obstacle, resume.NothingToResumeError):
         return obstacle
@@ -117,7 +117,8 @@ def _agree(place: Ranks, node: _Node | None) -> resume.NothingToResumeError | st
         offer = node.offer(below) if node else None
     refused = [error for error in ranks.gather(place, node.refused if node else None) if error is not None]
     if refused and not trouble and all(each.step is None for each in offers.values()):
-        return refused[0]
+        error: resume.NothingToResumeError = refused[0]
+        return error
     return trouble
 
 
@@ -137,12 +138,15 @@ def _tell_difference(place: Ranks, offers: dict[int, Offer]) -> None:
 class _Node:
     """What the committing rank of one node knows."""
 
-    def __init__(self, root: str, ordinal: int, request: resume.Request, settings: Settings) -> None:
+    def __init__(
+        self, root: str, ordinal: int, request: resume.Request, settings: Settings, voters: int
+    ) -> None:
         self._root = root
         self._place = Root.of(str(Path(root).parent))
         self._ordinal = ordinal
         self._request = request
         self._settings = settings
+        self._voters = voters
         self._record: RunRecord | None = None
         self._choice: ResumePoint | None = None
         self.refused: resume.NothingToResumeError | None = None
@@ -201,7 +205,15 @@ class _Node:
         """This node's plan, which follows that of rank 0; without ``like`` it is rank 0's."""
         siblings = [name for name in names if name != plan.name()]
         made = plan.set_out(
-            args, self._settings, self._root, self._ordinal, self._choice, self._record, like, siblings
+            args,
+            self._settings,
+            self._root,
+            self._ordinal,
+            self._choice,
+            self._record,
+            like,
+            siblings,
+            self._voters,
         )
         if made.trouble:
             return made

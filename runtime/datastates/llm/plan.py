@@ -69,6 +69,7 @@ def set_out(
     record: RunRecord | None,
     like: Plan | None = None,
     siblings: Collection[str] = (),
+    voters: int | None = None,
 ) -> Plan:
     """Do what follows from a choice on disk. Nothing is raised: what goes wrong is the plan's ``trouble``.
 
@@ -76,6 +77,7 @@ def set_out(
         record: of the last run in this directory.
         like: the plan of another node, whose attempt and lineage this one's are to be.
         siblings: how the names begin of those that save for the other nodes of this training.
+        voters: how many ranks save here; None: all.
     """
     place = layout.Root.of(str(Path(root).parent))
     run_id = like.run_id if like else os.environ.get("CKPT_RUN_RUN_ID") or lineage.new_id()
@@ -88,7 +90,7 @@ def set_out(
             run_id=run_id,
             attempt=attempt,
             output_dir=str(place.path.parent),
-            world_size=args.world_size,
+            world_size=voters or args.world_size,
             step=max(choice.step, 0) if choice else 0,
             max_steps=max(args.max_steps, 0),
         )
@@ -114,8 +116,8 @@ def set_out(
 
 def in_trouble(root: str, ordinal: int, error: Exception, resume_path: str | None) -> Plan:
     """The plan of a training that we cannot save, because of ``error``."""
-    ids = [lineage.new_id() for _ in range(3)]
-    return Plan(root, *ids, ordinal, resume_path, 0, f"{type(error).__name__}: {error}")
+    run_id, attempt, nobody = lineage.new_id(), lineage.new_id(), lineage.new_id()
+    return Plan(root, run_id, attempt, nobody, ordinal, resume_path, 0, f"{type(error).__name__}: {error}")
 
 
 def name() -> str:

@@ -99,7 +99,7 @@ class Session:
         self._journal.event(
             "hooked",
             rank=self._ranks.rank,
-            world_size=self._ranks.size,
+            world_size=len(self._ranks.voters),
             pid=os.getpid(),
             host=os.uname().nodename,
         )
@@ -193,7 +193,7 @@ class Session:
         try:
             with (
                 fsdp.gathered_once(self._trainer),
-                meetings.kept(self._trainer, self.root, after_first=directory.prepare),
+                meetings.kept(self._trainer, self.root, after_first=lambda: self._enter(directory)),
             ):
                 self._agree_on(obstacle)
                 if self._searching:
@@ -241,6 +241,11 @@ class Session:
         if self._searching:
             ranks.meet(self._ranks)
         return obstacle
+
+    def _enter(self, directory: layout.CheckpointDir) -> None:
+        """Make the directory. One of that name may have been moved aside just now: over NFS, it would still be found there for a while."""
+        commit.look_again(self._root.path)
+        directory.prepare()
 
     def _move_aside(self, directory: layout.CheckpointDir) -> None:
         # Trainer marks a save on a signal that is not complete yet. Here the manifest tells, and it will name every file it finds.
