@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from datastates.llm import log
+from datastates.llm import deepspeed_load, log
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -41,7 +41,7 @@ _MODULE_PARAMETERS = ("bit16_groups", "bf16_groups", "fp16_groups")
 
 _CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
     "deepspeed.runtime.engine": {
-        "DeepSpeedEngine": ("load_checkpoint", "offload_states", "reload_states", "destroy"),
+        "DeepSpeedEngine": ("offload_states", "reload_states", "destroy"),
     },
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": ("set_full_hp_param", "set_local_hp_param"),
@@ -68,43 +68,50 @@ def install(wait: Callable[[], None], note_engine: Callable[[Any], None]) -> Non
     if engine_class is None or hasattr(engine_class, "_ckpt_run_fence"):
         return
 
-    def before_step(engine: Any) -> None:
+    def before_step(engine: Any, *_: Any, **__: Any) -> None:
         _engines.add(engine)
         note_engine(engine)
         wait()
 
+    def before_load(engine: Any, load_dir: Any, tag: Any = None, *_: Any, **__: Any) -> None:
+        wait()
+        deepspeed_load.use_plain_files(engine)
+        deepspeed_load.check_world_size(engine, load_dir, tag)
+
+    def before_change(*_: Any, **__: Any) -> None:
+        wait()
+
+    def after_gathered_block(block: Any, *_: Any) -> None:
+        if (
+            getattr(block, "src_rank", None) is not None
+        ):  # the parameters are partitioned anew: the block may have changed them
+            wait()
+
     engine_class._ckpt_run_fence = True
     _precede(engine_class, "_take_model_step", before_step)
+    _precede(engine_class, "load_checkpoint", before_load)
+    _precede(engine_class, "save_checkpoint", lambda engine, *_, **__: deepspeed_load.use_plain_files(engine))
     for name, classes in _CHANGES.items():
         for class_name, methods in classes.items():
             owner = getattr(sys.modules.get(name), class_name, None)
             for method in methods:
-                _precede(owner, method, lambda instance: wait())
+                _precede(owner, method, before_change)
     partitions = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
-    _precede(
-        getattr(partitions, "GatheredParameters", None),
-        "__exit__",
-        lambda block: _takes_changes(block) and wait(),
-    )
+    _precede(getattr(partitions, "GatheredParameters", None), "__exit__", after_gathered_block)
 
 
-def _precede(owner: Any, name: str, action: Callable[[Any], object]) -> None:
-    """Do ``action`` with the instance before each call of ``owner.name``, if there is such a method."""
+def _precede(owner: Any, name: str, action: Callable[..., None]) -> None:
+    """Do ``action`` with the arguments before each call of ``owner.name``, if there is such a method."""
     method = getattr(owner, name, None)
     if method is None:
         return
 
     @functools.wraps(method)
-    def preceded(self: Any, *args: Any, **kwargs: Any) -> Any:
-        action(self)
-        return method(self, *args, **kwargs)
+    def preceded(*args: Any, **kwargs: Any) -> Any:
+        action(*args, **kwargs)
+        return method(*args, **kwargs)
 
     setattr(owner, name, preceded)
-
-
-def _takes_changes(block: Any) -> bool:
-    """Whether parameters that were gathered for a block of code are partitioned anew after it, for that code may have changed them."""
-    return getattr(block, "src_rank", None) is not None
 
 
 # -- what holds still -----------------------------------------------------------------------------------------------------
@@ -127,7 +134,7 @@ def own_optimizers() -> list[Any]:
 
 def still_parts(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that only the next step of ``engine`` changes; nothing where that cannot be said."""
-    obstacle = why_eager(engine)
+    obstacle = why_eager(engine) or _why_by_stock(engine)
     if obstacle:
         _tell(engine, obstacle)
         return
@@ -158,6 +165,13 @@ def why_eager(engine: Any) -> str:
         return "the hybrid engine changes weights in train() and eval() (turn hybrid_engine off to save concurrently)"
     if getattr(engine, "is_deepcompile_enabled", bool)():
         return "DeepCompile moves optimizer state about (turn compile.deepcompile off to save concurrently)"
+    return ""
+
+
+def _why_by_stock(engine: Any) -> str:
+    """Why torch's own writer writes the files of ``engine`` within the save call, with what to change; "" when it does not."""
+    if not getattr(engine.checkpoint_engine, "zipfile_serialization", True):
+        return "checkpoint_serialization is false, which is torch's legacy format (leave it out to save concurrently)"
     return ""
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
@@ -70,9 +71,7 @@ def _to_the_end(engine: Any, save: Callable[..., Any], put_off: PutOff) -> Calla
 
 
 def _barrier() -> None:
-    from deepspeed import comm
-
-    comm.barrier()
+    sys.modules["deepspeed.comm"].barrier()
 
 
 class TrainerMeetings:
