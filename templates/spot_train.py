@@ -23,7 +23,9 @@ from transformers import (
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--model_path", default="/models/Llama-3.2-1B", help="folder of a model and its tokenizer"
     )
