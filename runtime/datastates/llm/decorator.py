@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ class DecoratedCheckpointing:
 _attachments: weakref.WeakKeyDictionary[Any, weakref.ReferenceType[Any]] = weakref.WeakKeyDictionary()
 _attaching = threading.Lock()
 _missing_engine_told = False
+_installed_told = False
 
 
 def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
@@ -67,6 +69,7 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
                 _tell_missing_engine(error)
                 return None
             attachment = Attachment(trainer, given or settings.load())
+            _tell_installed()
             _attachments[trainer] = weakref.ref(attachment)
         elif given is not None:
             attachment.settings = given
@@ -89,6 +92,14 @@ def prepare() -> None:
     except ImportError:
         return
     trainer_module.install(resume.last_checkpoint)
+
+
+def _tell_installed() -> None:
+    """One line in the log of a job, by its first rank."""
+    global _installed_told
+    if not _installed_told and os.environ.get("RANK", "0") == "0":
+        _installed_told = True
+        logger.info("%s library is installed", log.PREFIX.strip("[]"))
 
 
 def _tell_missing_engine(error: ImportError) -> None:
