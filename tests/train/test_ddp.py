@@ -156,6 +156,20 @@ def test_a_rank_that_fails_before_the_barrier_for_the_best_model_does_not_leave_
     assert checkpoints.whole(Path(training.job.output_dir)) == [2, 6, 8]
 
 
+def test_a_best_model_that_the_resumed_checkpoint_names_brings_no_failing_rank_to_a_barrier_too_many(
+    tmp_path: Path,
+) -> None:
+    """transformers 4 meets for the best model with the save strategies "steps" and "epoch", not with "best"."""
+    best = {**BEST, "max_steps": 4, "save_steps": 2}
+    Training(job(tmp_path, arguments=best), 2).finish()
+    best = {**BEST, "max_steps": 10, "save_strategy": "best"}
+    failing = {"at": f"{STOCK}._save", "do": "ENOSPC", "times": 1, "rank": 0}
+    training = Training(job(tmp_path, arguments=best, faults=[failing]), 2)
+    training.finish()
+    assert checkpoints.whole(Path(training.job.output_dir)) == [2, 4, 8, 10]
+    assert len(told(training, 0, 6)) == len(told(training, 1, 6)) == 1
+
+
 def test_a_rank_that_never_votes_costs_one_checkpoint_after_the_time_limit(
     tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
 ) -> None:

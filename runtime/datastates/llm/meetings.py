@@ -11,6 +11,7 @@ carries to all ranks itself.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -68,10 +69,21 @@ def _attend(trainer: Any, flos: list[None], barriers: list[None], sharded: Train
         type(trainer).store_flos(trainer)
     if sharded:
         sharded.attend_model()
-    if len(barriers) == (sharded.barriers if sharded else 0) and trainer.state.best_global_step:
+    if len(barriers) == (sharded.barriers if sharded else 0) and _meets_for_best(trainer):
         dist.barrier()
     if sharded:
         sharded.attend_state()
+
+
+def _meets_for_best(trainer: Any) -> bool:
+    """Whether stock code lets the ranks meet before it notes the best model.
+
+    A best step alone does not tell: it may come from the checkpoint of a training with another save strategy. "best" is a strategy that
+    stock code meets for since transformers 5.
+    """
+    stock = sys.modules["transformers.trainer"].Trainer._save_checkpoint.__code__
+    notes = {"steps", "epoch", *(["best"] if "BEST" in stock.co_names else [])}
+    return trainer.args.save_strategy in notes and bool(trainer.state.best_global_step)
 
 
 class _PutOff:
