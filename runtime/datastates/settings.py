@@ -179,6 +179,9 @@ TABLE: tuple[Setting, ...] = (
     ),
 )
 
+DECORATED = ("trainer", "engine", "accelerator")
+"""Keys of runtime_config that are no settings: the Trainer, DeepSpeed engine or Accelerator that is to be decorated."""
+
 BY_KEY: Mapping[str, Setting] = {setting.key: setting for setting in TABLE}
 
 
@@ -208,8 +211,7 @@ def load(
     Raises:
         SettingError: an unknown key (the nearest known one is named), or a value that cannot be used.
     """
-    given = dict(runtime_config or {})
-    given.pop("trainer", None)
+    given = {key: value for key, value in (runtime_config or {}).items() if key not in DECORATED}
     for key in given:
         if key not in BY_KEY:
             raise SettingError(_unknown(str(key)))
@@ -232,7 +234,7 @@ def _settle(setting: Setting, given: Mapping[str, Any], variables: Mapping[str, 
 
 
 def _unknown(key: str) -> str:
-    known = [*BY_KEY, "trainer"]
+    known = [*BY_KEY, *DECORATED]
     begun = [name for name in known if key and name.startswith(key)]
     nearest = (begun or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
-    return f"runtime_config has no key {key!r}; did you mean {nearest!r}? Known keys: {', '.join(['trainer', *BY_KEY])}"
+    return f"runtime_config has no key {key!r}; did you mean {nearest!r}? Known keys: {', '.join([*DECORATED, *BY_KEY])}"

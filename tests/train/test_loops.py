@@ -25,6 +25,11 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "accelerate, two ranks": (2, {"way": "accelerate"}),
     "accelerate, one process": (1, {"way": "accelerate"}),
 }
+SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
+    "accelerate, DeepSpeed": (2, {"way": "accelerate", "shard": "deepspeed"}),
+    "accelerate, FSDP2": (2, {"way": "accelerate", "shard": "fsdp"}),
+}
+ALL = WAYS | SHARDED
 
 
 def job(directory: Path, **changes: Any) -> Job:
@@ -71,7 +76,7 @@ def _is_zombie(pid: int) -> bool:
 def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     """For each way a training that saves as that tool itself does."""
     trainings = {}
-    for way, (ranks, how) in WAYS.items():
+    for way, (ranks, how) in ALL.items():
         directory = tmp_path_factory.mktemp("stock")
         trainings[way] = Training(job(directory, hooked=False, resume=False, **how), ranks)
         trainings[way].finish()
@@ -99,12 +104,14 @@ def test_files_lie_where_the_tool_itself_puts_them_byte_for_byte(
         assert returned == [os.path.basename(str(answer)) for answer in answers(stock[way], rank)]
 
 
-@pytest.mark.parametrize("name", ["step_{step}", "last"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [*((way, "step_{step}") for way in WAYS), *((way, "last") for way in ALL)],
+)
 def test_killed_and_started_again_it_ends_as_if_undisturbed(
     way: str, name: str, stock: dict[str, Training], tmp_path: Path
 ) -> None:
-    ranks, how = WAYS[way]
+    ranks, how = ALL[way]
     seen: dict[int, float] = {}
     for reached in (3, 6):
         training = Training(job(tmp_path, name=name, pause=0.05, **how), ranks)
@@ -191,10 +198,10 @@ FAILURES = {
             "rank": 0,
         },
     ),
-    "the directory on rank 1": (
+    "the writer on rank 1": (
         "deepspeed",
         {
-            "at": "deepspeed.runtime.engine:DeepSpeedEngine._create_zero_checkpoint_files",
+            "at": "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine.save",
             "do": "EIO",
             "nth": 2,
             "times": 1,
@@ -271,6 +278,17 @@ def test_total_limit_never_takes_the_only_committed_checkpoint(tmp_path: Path) -
     assert whole(tmp_path / "ours/checkpoints/checkpoint_0")
 
 
+@pytest.mark.parametrize("way", ALL)
+def test_from_the_second_save_on_memory_is_copied_late(way: str, tmp_path: Path) -> None:
+    ranks, how = ALL[way]
+    wide = {"hidden_size": 128, "intermediate_size": 256}
+    Training(job(tmp_path, resume=False, orderly=True, steps=4, model=wide, **how), ranks).finish()
+    journal = (tmp_path / "ours/.ckpt-run/.run/events-rank0.jsonl").read_text().splitlines()
+    first, second = (event for event in map(json.loads, journal) if event["kind"] == "save")
+    assert first["late_bytes"] < second["late_bytes"]
+    assert second["late_bytes"] > 0.8 * second["bytes"]
+
+
 # -- settings ----------------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +298,14 @@ def test_a_script_that_reads_at_once_can_have_the_call_wait(tmp_path: Path) -> N
     training = Training(job(tmp_path, way="accelerate", settings=wait, faults=[slow]))
     training.finish()
     assert all(line["seconds"] > 0.2 for line in lines(training.job) if "saved" in line)
+
+
+@pytest.mark.parametrize("way", ["deepspeed", "accelerate, one process"])
+def test_a_script_can_ask_for_it_by_itself(way: str, stock: dict[str, Training], tmp_path: Path) -> None:
+    ranks, how = WAYS[way]
+    training = Training(job(tmp_path, hooked="script", **how), ranks)
+    assert training.finish()["weights"] == lines(stock[way].job)[-1]["weights"]
+    assert [whole(tmp_path / f"ours/step_{step}") for step in (2, 4, 6, 8)] == [True] * 4
 
 
 def test_switched_off_it_leaves_no_trace(tmp_path: Path) -> None:

@@ -48,10 +48,11 @@ _absent: dict[str, frozenset[int]] = {}
 
 def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
     """Instead of ``accelerator.save_state``; the answer is the directory, as always."""
+    settings = loop.settings_for(accelerator)
     given = _bound(original, accelerator, args, kwargs)
     place = _place_of(accelerator, given.get("output_dir"))
-    obstacle = _obstacle(accelerator)
-    if place is None or loop.is_bystander(accelerator) or not loop.active() or obstacle:
+    obstacle = _obstacle(accelerator) if settings else ""
+    if settings is None or place is None or obstacle:
         if obstacle:
             loop.tell_once(_ranks(accelerator), f"{obstacle}: accelerate saves by itself")
         return original(accelerator, *args, **kwargs)
@@ -62,6 +63,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         _root_of(accelerator, place),
         place,
         _step(accelerator),
+        settings,
         ranks,
         accelerator._models,
         exclusive=automatic,
@@ -150,8 +152,9 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     Raises:
         loop.NotCommittedError: the directory was never committed; or, with automatic naming, none that is there is whole.
     """
+    settings = loop.settings_for(accelerator)
     given = _bound(original, accelerator, args, kwargs)
-    if loop.is_bystander(accelerator) or not loop.active():
+    if settings is None:
         return original(accelerator, *args, **kwargs)
     loop.wait_for_readers()
     named = given.get("input_dir")
@@ -159,7 +162,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         path: Path | None = Path(os.path.abspath(os.path.expanduser(named)))
         _require_committed(path, _ranks(accelerator))
     else:
-        path = _newest(accelerator)
+        path = _newest(accelerator, settings.commit_timeout)
     if path is None:
         return original(accelerator, *args, **kwargs)
     found = Checkpoint.load(path)
@@ -183,7 +186,7 @@ def _require_committed(path: Path, ranks: Ranks) -> None:
     raise loop.NotCommittedError(f"the checkpoint {path} was never committed{advice}")
 
 
-def _newest(accelerator: Any) -> Path | None:
+def _newest(accelerator: Any, timeout: float) -> Path | None:
     """With automatic naming the newest checkpoint that is whole, the same on every rank; None where stock code has to say why not."""
     config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming:
@@ -192,7 +195,7 @@ def _newest(accelerator: Any) -> Path | None:
     topic = Topic(_ranks(accelerator), "load", str(folder))
     if not topic.reaches_all:
         return None
-    word = topic.agree(lambda: _choose(folder), loop.timeout())
+    word = topic.agree(lambda: _choose(folder), timeout)
     if "error" in word:
         raise loop.NotCommittedError(word["error"])
     return Path(word["path"]) if word["path"] else None

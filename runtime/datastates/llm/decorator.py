@@ -1,4 +1,7 @@
-"""The public face: decorate a Trainer, so that its saves are concurrent and ``train()`` resumes from what is committed."""
+"""The public face: decorate a Trainer, so that its saves are concurrent and ``train()`` resumes from what is committed.
+
+Or the engine or the accelerator of a training loop.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ logger = log.logger("datastates.llm.decorator")
 
 
 class DecoratedCheckpointing:
-    """Save the checkpoints of one Trainer concurrently.
+    """Save the checkpoints of one Trainer concurrently; or those of a training loop.
 
     Args:
-        runtime_config: settings (see :data:`datastates.settings.TABLE`) and ``trainer``, the Trainer to decorate.
+        runtime_config: settings (see :data:`datastates.settings.TABLE`) and ``trainer``, the Trainer to decorate. Or, in its place, ``engine``:
+            what ``deepspeed.initialize`` returns; or ``accelerator``: an ``accelerate.Accelerator``.
         rank: this process's rank, as scripts pass their ``--local_rank``; -1 means: read it from the environment.
 
     Raises:
@@ -35,6 +39,9 @@ class DecoratedCheckpointing:
             raise settings.SettingError(
                 f"rank is {rank!r}: expected a rank, or -1 to read it from the environment"
             )
+        if runtime_config.keys() & {"engine", "accelerator"}:
+            self._attachment = _attach_loop(runtime_config)
+            return
         trainer = runtime_config.get("trainer")
         if trainer is None or not callable(getattr(trainer, "_save_checkpoint", None)):
             raise TypeError(
@@ -74,6 +81,24 @@ def attach(trainer: Any, given: settings.Settings | None = None) -> Any:
         elif given is not None:
             attachment.settings = given
     return attachment
+
+
+def _attach_loop(runtime_config: Mapping[str, Any]) -> Any:
+    given = settings.load(runtime_config)
+    key = "engine" if "engine" in runtime_config else "accelerator"
+    owner, method = runtime_config[key], "save_checkpoint" if key == "engine" else "save_state"
+    if not callable(getattr(owner, method, None)):
+        raise TypeError(
+            f"runtime_config[{key!r}] is {type(owner).__name__}; expected one that has {method}()"
+        )
+    try:
+        from datastates.llm import accelerate_loop, deepspeed_loop, loop
+    except ImportError as error:
+        _tell_missing_engine(error)
+        return None
+    module: Any = deepspeed_loop if key == "engine" else accelerate_loop
+    names = (method, method.replace("save", "load"))
+    return loop.Attachment(owner, given, {name: getattr(module, name) for name in names})
 
 
 def trainers() -> list[Any]:

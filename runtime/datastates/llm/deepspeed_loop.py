@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from datastates.engine import crc32
-from datastates.llm import log, loop, meetings
+from datastates.llm import log, loop
+from datastates.llm.deepspeed_meetings import writers_forgiven
+from datastates.llm.meetings import PutOff
 from datastates.llm.ranks import Ranks
 from datastates.llm.words import Topic
 from datastates.store import staged
@@ -31,12 +31,13 @@ LATEST = "latest"
 
 def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
     """Instead of ``engine.save_checkpoint``: True when this rank's part is on its way, False when it has failed."""
-    given = _bound(original, engine, args, kwargs)
-    obstacle = _obstacle(engine)
-    if loop.is_bystander(engine) or not loop.active() or obstacle:
+    settings = loop.settings_for(engine)
+    obstacle = _obstacle(engine) if settings else ""
+    if settings is None or obstacle:
         if obstacle:
             loop.tell_once(_ranks(), f"{obstacle}: DeepSpeed saves by itself")
         return original(engine, *args, **kwargs)
+    given = _bound(original, engine, args, kwargs)
     tag = given["tag"]
     tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
     root = _root(given["save_dir"])
@@ -44,43 +45,31 @@ def save_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         root,
         root.path / tag,
         int(engine.global_steps),
+        settings,
         _ranks(),
         [engine.module],
         pointers={root.path / LATEST: tag.encode()} if given["save_latest"] else {},
     )
-    saved = loop.save(call, lambda directory: _write(original, engine, given, tag, directory))
+    saved = loop.save(call, lambda directory: _write(engine, given, tag, directory))
     return original(engine, *args, **kwargs) if saved is None else saved
 
 
-def _write(
-    original: Callable[..., Any], engine: Any, given: dict[str, Any], tag: str, directory: CheckpointDir
-) -> None:
+def _write(engine: Any, given: dict[str, Any], tag: str, directory: CheckpointDir) -> None:
     where = {"save_dir": given["save_dir"], "tag": tag}
     if directory.staged:
         where = {"save_dir": str(directory.files.parent), "tag": directory.files.name}
-    with _meetings_kept(engine, where["tag"]):
-        original(engine, **{**given, **where, "save_latest": False})
+    put_off = PutOff(given["save_dir"])
+    with writers_forgiven(engine, put_off):
+        engine.save_checkpoint(
+            **{**given, **where, "save_latest": False}
+        )  # which is stock's, inside of a save
+    if put_off.errors:
+        raise put_off.errors[0]
     if directory.staged and engine.global_rank == 0:
         # zero_to_fp32.py lies beside the tags
         for entry in directory.files.parent.iterdir():
             if entry.is_file():
                 entry.replace(Path(given["save_dir"]) / entry.name)
-
-
-@contextmanager
-def _meetings_kept(engine: Any, tag: str) -> Iterator[None]:
-    """The ranks meet when the directory is there, compare the tag, and meet again in the end; a rank that fails attends what is left."""
-    with meetings.counted_calls(sys.modules["deepspeed.comm"], "barrier") as barriers:
-        try:
-            yield
-        except Exception:
-            if dist.get_world_size() > 1:
-                if not barriers:
-                    dist.barrier()
-                    engine._checkpoint_tag_validation(tag)
-                if len(barriers) < 2:
-                    dist.barrier()
-            raise
 
 
 def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,19 +79,16 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
         loop.NotCommittedError: on every rank: the tag was never committed; or, where none was given, ``latest`` leads to one that is damaged and
             there is no older one.
     """
+    settings = loop.settings_for(engine)
     given = _bound(original, engine, args, kwargs)
-    if (
-        loop.is_bystander(engine)
-        or not loop.active()
-        or not isinstance(given["load_dir"], (str, os.PathLike))
-    ):
+    if settings is None or not isinstance(given["load_dir"], (str, os.PathLike)):
         return original(engine, *args, **kwargs)
     loop.wait_for_readers()
     root, ranks = _root(given["load_dir"]), _ranks()
     topic = Topic(ranks, "load", str(root.path))
     if not topic.reaches_all:
         return original(engine, *args, **kwargs)
-    word = topic.agree(lambda: _choose(root, given["tag"]), loop.timeout())
+    word = topic.agree(lambda: _choose(root, given["tag"]), settings.commit_timeout)
     if word.get("error"):
         raise loop.NotCommittedError(word["error"])
     if word.get("lineage"):

@@ -14,6 +14,7 @@ import multiprocessing.util
 import os
 import shutil
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ import torch
 
 from datastates import settings
 from datastates.formats import intercept
-from datastates.llm import decorator, fence, host_cache, log
+from datastates.llm import decorator, fence, host_cache, instance, log
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.ranks import Ranks
@@ -51,6 +52,7 @@ class Call:
     Args:
         root: the directory that the checkpoint lies in.
         path: the checkpoint's.
+        settings: see :func:`settings_for`.
         step: by which checkpoints of a root are put in order.
         models: give names to what is saved; their buffers are copied at once.
         exclusive: whether the root is this training's alone.
@@ -64,6 +66,7 @@ class Call:
     root: Root
     path: Path
     step: int
+    settings: Settings
     ranks: Ranks
     models: Iterable[torch.nn.Module]
     exclusive: bool = True
@@ -200,6 +203,7 @@ class NotCommittedError(RuntimeError):
 
 
 _loops: dict[str, Loop] = {}
+_given: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
 _inside: list[None] = []
 _lineages: dict[str, str] = {}
 """By root, the lineage of the checkpoint that was loaded from it, for the saves to come."""
@@ -210,9 +214,7 @@ def save(call: Call, write: Callable[[CheckpointDir], object]) -> bool | None:
 
     None, and nothing done, when the call is left to stock code; why was told.
     """
-    given = _settings()
-    if given is None or given.loop_saves == "off":
-        return None
+    timeout = call.settings.commit_timeout
     topic = Topic(call.ranks, "save", str(call.path))
     if not topic.reaches_all:
         tell_once(call.ranks, "the ranks have no way to agree: saves are left to stock code")
@@ -220,9 +222,9 @@ def save(call: Call, write: Callable[[CheckpointDir], object]) -> bool | None:
     topic.come()
     known = _loops.get(str(call.root.path))
     if known is not None:
-        known.saver.wait_for(call.path, given.commit_timeout)
+        known.saver.wait_for(call.path, timeout)
     try:
-        word = topic.agree(lambda: _get_ready(call, given), given.commit_timeout)
+        word = topic.agree(lambda: _get_ready(call), timeout)
     except NobodyAnsweredError as error:
         logger.error("%s %s is saved by stock code: %s", log.PREFIX, call.path.name, error)
         return None
@@ -235,7 +237,7 @@ def save(call: Call, write: Callable[[CheckpointDir], object]) -> bool | None:
                 "%s %s was not saved, training goes on: %s", log.PREFIX, call.path.name, word["trouble"]
             )
         return False
-    loop = _follow(call, given, word)
+    loop = _follow(call, word)
     directory = CheckpointDir(call.path, call.step, word["staged"])
     if loop is None:
         return None
@@ -244,10 +246,10 @@ def save(call: Call, write: Callable[[CheckpointDir], object]) -> bool | None:
     return loop.save(call, directory, word["number"], topic, lambda: write(directory))
 
 
-def _get_ready(call: Call, given: Settings) -> dict[str, Any]:
+def _get_ready(call: Call) -> dict[str, Any]:
     """Rank 0, before anybody writes: what all ranks have to know. Never raises, since they wait for it."""
     try:
-        loop = _loops.get(str(call.root.path)) or _begin(call, given)
+        loop = _loops.get(str(call.root.path)) or _begin(call)
     except (OSError, RuntimeError) as error:
         return {"stock": str(error)}
     number = loop.next_number()
@@ -269,7 +271,7 @@ def _get_ready(call: Call, given: Settings) -> dict[str, Any]:
     }
 
 
-def _begin(call: Call, given: Settings) -> Loop:
+def _begin(call: Call) -> Loop:
     """Rank 0's loop of a root. Raises OSError or RuntimeError where it cannot be had."""
     root = str(call.root.path)
     if call.exclusive:
@@ -278,17 +280,16 @@ def _begin(call: Call, given: Settings) -> Loop:
         if other is not None:
             raise RuntimeError(f"{other} saves into it now")
     identity = Identity(lineage.new_id(), _lineages.get(root) or lineage.new_id(), 0)
-    return _keep(root, Loop(call.root, call.ranks, given, identity))
+    return _keep(root, Loop(call.root, call.ranks, call.settings, identity))
 
 
-def _follow(call: Call, given: Settings, word: Mapping[str, Any]) -> Loop | None:
+def _follow(call: Call, word: Mapping[str, Any]) -> Loop | None:
     root = str(call.root.path)
     loop = _loops.get(root)
     if loop is None:
         try:
-            loop = _keep(
-                root, Loop(call.root, call.ranks, given, Identity(word["attempt"], word["lineage"], 0))
-            )
+            identity = Identity(word["attempt"], word["lineage"], 0)
+            loop = _keep(root, Loop(call.root, call.ranks, call.settings, identity))
         except OSError as error:
             logger.error("%s this rank cannot save: %s", log.PREFIX, error)
             return None
@@ -357,23 +358,45 @@ def tell_once(ranks: Ranks, text: str) -> None:
             logger.warning("%s %s", log.PREFIX, text)
 
 
-def timeout() -> float:
-    """Seconds that a rank may have to wait for another."""
-    given = _settings()
-    return given.commit_timeout if given is not None else settings.BY_KEY["commit_timeout"].default
+def settings_for(owner: Any) -> Settings | None:
+    """What the script has set for an engine or an accelerator, or the environment says.
 
-
-def active() -> bool:
-    given = _settings()
-    return given is not None and given.loop_saves != "off"
-
-
-def _settings() -> Settings | None:
-    """What the environment says; None, after an error, when that cannot be used: stock code saves then."""
+    None where stock code saves and loads: the call is part of another one, or it is to be so, or, after an error, what was set cannot be used.
+    """
+    if is_bystander(owner):
+        return None
     try:
-        return settings.load()
+        found = _given.get(owner) or settings.load()
     except SettingError as error:
         if str(error) not in _told:
             _told.add(str(error))
             logger.error("%s is off, checkpoints are saved by stock code: %s", log.PREFIX, error)
         return None
+    return None if found.loop_saves == "off" else found
+
+
+class Attachment:
+    """What a script that decorates an engine or an accelerator by itself is given."""
+
+    def __init__(self, owner: Any, given: Settings, answers: Mapping[str, Callable[..., Any]]) -> None:
+        _given[owner] = given
+        for name, answer in answers.items():
+            instance.wrap(owner, name, _calling(answer, _stock(owner, name), weakref.ref(owner)))
+
+    def wait(self, timeout: float | None) -> bool:
+        """Until every checkpoint in flight has its outcome; False when some have none after ``timeout`` seconds each."""
+        return all([loop.saver.wait(timeout) for loop in _loops.values()])
+
+
+def _calling(
+    answer: Callable[..., Any], stock: Callable[..., Any], owner: Callable[[], Any]
+) -> Callable[..., Any]:
+    return lambda original, *args, **kwargs: answer(stock, owner(), *args, **kwargs)
+
+
+def _stock(owner: Any, name: str) -> Callable[..., Any]:
+    """The class's own method, below what the hook may have put around it."""
+    method: Any = getattr(type(owner), name)
+    while getattr(method, "ckpt_run", False):
+        method = method.__wrapped__
+    return method  # type: ignore[no-any-return]

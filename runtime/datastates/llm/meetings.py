@@ -42,7 +42,7 @@ def kept(trainer: Any, root: str, after_first: Callable[[], object] = lambda: No
     Raises:
         Exception: as the code inside, or the first error at the disk that was put off.
     """
-    put_off = _PutOff(root)
+    put_off = PutOff(root)
     sharded = TrainerMeetings(trainer) if many(trainer) and trainer.is_deepspeed_enabled else None
     with ExitStack() as stack:
         if many(trainer):
@@ -86,7 +86,7 @@ def _meets_for_best(trainer: Any) -> bool:
     return trainer.args.save_strategy in notes and bool(trainer.state.best_global_step)
 
 
-class _PutOff:
+class PutOff:
     """Collects the errors at the disk of ``root`` from what this thread does for its rank alone."""
 
     def __init__(self, root: str) -> None:

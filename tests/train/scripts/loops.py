@@ -28,7 +28,8 @@ HOOK = Path(__file__).parents[3] / "runtime/datastates/_hook/sitecustomize.py"
 class Job:
     """What to train; every field has a JSON form.
 
-    ``way``: deepspeed or accelerate. ``hooked``: as under ckpt-run; False: as that tool itself saves. ``name``: of each checkpoint, with
+    ``way``: deepspeed or accelerate. ``hooked``: as under ckpt-run; False: as that tool itself saves; "script": the script asks for it.
+    ``shard``: by what accelerate shards, deepspeed or fsdp. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``resume``: load the newest checkpoint first, if there is one;
     a text names it. ``settings``: environment variables.
@@ -37,7 +38,8 @@ class Job:
     output_dir: str
     log: str
     way: str = "deepspeed"
-    hooked: bool = True
+    hooked: bool | str = True
+    shard: str = ""
     name: str = "step_{step}"
     steps: int = 8
     save_every: int = 2
@@ -48,6 +50,7 @@ class Job:
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
     total_limit: int | None = None
     grace: float | None = None
+    model: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
     faults: list[dict[str, Any]] = field(default_factory=list)
 
@@ -104,6 +107,13 @@ def digest(module: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
+def decorate(job: Job, **owner: Any) -> None:
+    if job.hooked == "script":
+        from datastates.llm import DecoratedCheckpointing
+
+        DecoratedCheckpointing({**owner, "commit_timeout": 60}, -1)
+
+
 # -- DeepSpeed ----------------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +123,7 @@ def deepspeed_loop(job: Job, log: Log) -> None:
 
     rank = int(os.environ.get("RANK", "0"))
     deepspeed.init_distributed("gloo", verbose=False)
-    model = tiny.llama()
+    model = tiny.llama(**job.model)
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_allow_untested_optimizer": True,
@@ -123,6 +133,7 @@ def deepspeed_loop(job: Job, log: Log) -> None:
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )
+    decorate(job, engine=engine)
     start = 0
     if job.resume:
         tag = job.resume if isinstance(job.resume, str) else None
@@ -142,6 +153,35 @@ def deepspeed_loop(job: Job, log: Log) -> None:
             )
             log.write(saved=step, answer=answer, seconds=time.perf_counter() - began)
     log.write(weights=digest(engine.module), step=job.steps)
+
+
+def sharded(job: Job) -> dict[str, Any]:
+    """What an Accelerator is given in order to shard; with the patches that it needs on CPU ranks."""
+    if job.shard == "deepspeed":
+        sharding.prepare({"deepspeed": True})
+        from accelerate import DeepSpeedPlugin
+
+        config = {**sharding.ZERO, "train_micro_batch_size_per_gpu": 4, "zero_optimization": job.zero}
+        config = {key: value for key, value in config.items() if value != "auto" and key != "bf16"}
+        return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
+    if job.shard == "fsdp":
+        from accelerate import FullyShardedDataParallelPlugin
+        from accelerate.state import PartialState
+        from accelerate.utils import DistributedType
+
+        PartialState(cpu=True)
+        PartialState._shared_state.update(
+            distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu")
+        )
+        return {
+            "fsdp_plugin": FullyShardedDataParallelPlugin(
+                fsdp_version=2,
+                state_dict_type="SHARDED_STATE_DICT",
+                auto_wrap_policy="transformer_based_wrap",
+                transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+            )
+        }
+    return {}
 
 
 # -- accelerate -----------------------------------------------------------------------------------------------------------
@@ -170,15 +210,17 @@ def accelerate_loop(job: Job, log: Log) -> None:
         ours.GRACE_SECONDS = job.grace
     automatic = not job.name
     accelerator = Accelerator(
-        cpu=True,
+        cpu=not job.shard,
         project_config=ProjectConfiguration(
             job.output_dir, automatic_checkpoint_naming=automatic, total_limit=job.total_limit
         ),
+        **sharded(job),
     )
-    model = tiny.llama()
+    model = tiny.llama(**job.model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    decorate(job, accelerator=accelerator)
     counter = Counter()
     accelerator.register_for_checkpointing(counter)
     with load(job, log):
@@ -238,7 +280,7 @@ def main(job: Job) -> None:
         import accelerate.accelerator  # noqa: F401
     else:
         import deepspeed.runtime.engine  # noqa: F401
-    if job.hooked:
+    if job.hooked is True:
         hook()
     for fault in job.faults:
         faults.install(**fault)
