@@ -18,7 +18,7 @@ from datastates.store.catalog import (
 )
 from datastates.store.layout import Root
 from datastates.store.lineage import ResumePoint
-from datastates.store.runrecord import Lineage
+from datastates.store.runrecord import Fingerprint, Lineage
 from store_files import BY_STOCK, DAMAGES, FILES, record, save, stock, uncommitted, write
 
 
@@ -275,6 +275,19 @@ def test_two_trainings_in_one_script_each_resume_their_own(root: Root, tmp_path:
     assert resume_point(tmp_path, 0) == ours(root, 10, "first")
     assert resume_point(tmp_path, 1) == ours(root, 20, "second")
     assert resume_point(tmp_path, 2) is None
+
+
+def test_what_another_model_left_is_told_and_not_resumed(root: Root, tmp_path: Path, skips: Skips) -> None:
+    llama, gpt = (Fingerprint(model={"class": name}) for name in ("Llama", "GPT"))
+    record(root, {0: Lineage(id="lineage1", fingerprint=llama)})
+    stock(tmp_path, 30)
+    assert resume_point(tmp_path, fingerprint=gpt, on_skip=skips) is None
+    assert skips == []
+    save(root, 10)
+    assert resume_point(tmp_path, fingerprint=gpt, on_skip=skips) is None
+    assert "another model (class Llama there and GPT here)" in skips.reason("concurrent_checkpoint")
+    assert resume_point(tmp_path, fingerprint=llama) == ours(root, 10)
+    assert explicit_point(tmp_path, 0, root.checkpoint(10).path, fingerprint=gpt) == ours(root, 10, None)
 
 
 def test_what_a_second_training_moved_aside_still_counts_for_the_first(root: Root, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from datastates.store.manifest import (
     parse_manifest,
     parse_vote,
 )
-from datastates.store.runrecord import Lineage, RunRecord, parse_run_record
+from datastates.store.runrecord import Fingerprint, Lineage, RunRecord, parse_run_record
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -274,11 +274,20 @@ def test_what_is_no_regular_file_is_named_and_never_waited_for(
             manifest.read_manifest(path)
 
 
+FACTS = st.dictionaries(st.text(), st.text(), max_size=3)
+
+
 @settings(deadline=None)
 @given(
     st.dictionaries(
         st.integers(0, 99),
-        st.builds(Lineage, id=st.just("l1"), origin=st.none() | st.text(), began=st.floats(0, 1e12)),
+        st.builds(
+            Lineage,
+            id=st.just("l1"),
+            origin=st.none() | st.text(),
+            began=st.floats(0, 1e12),
+            fingerprint=st.none() | st.builds(Fingerprint, model=FACTS, training=FACTS),
+        ),
     )
 )
 def test_a_run_record_is_read_back_as_written(lineages: dict[int, Lineage]) -> None:

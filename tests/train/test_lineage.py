@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import json
+import logging
+import os
 import pickle
+import signal
+import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,9 +22,11 @@ import runs
 import tiny
 import torch
 from accelerate.state import GradientState
+from datastates.llm import resume
 from datastates.store.layout import Root
 from datastates.store.runrecord import RunRecord
-from transformers import Trainer, TrainerCallback
+from processes import PATIENCE, SCRIPTS
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 # -- other settings, same directory -------------------------------------------------------------------------------------
 
@@ -126,6 +134,262 @@ def test_a_run_of_two_trainings_is_unfinished_until_both_are_finished(
     record = RunRecord.read(Root.of(tmp_path))
     assert record is not None
     assert record.state == "finished"
+
+
+# -- a training that is left out when the script is started again -------------------------------------------------------
+
+FIRST: dict[str, Any] = {"seed": 0, "rows": 64, "max_steps": 4, "learning_rate": 1e-3}
+SECOND: dict[str, Any] = {"seed": 1, "rows": 48, "max_steps": 6}
+AUTO = {"resume": "auto"}
+
+
+def training(
+    output_dir: Path, rows: int, seed: int, stop: int = 0, passed: Any = True, **how: Any
+) -> Trainer:
+    """One of the trainings of a script, ended with an error after ``stop`` steps (0: never)."""
+    trainer = runs.decorated(
+        output_dir,
+        AUTO,
+        callbacks=[runs.StopAt(stop)] if stop else [],
+        **{"model": tiny.llama(seed), "data": tiny.Tokens(rows, seed=seed), **how},
+    )
+    with pytest.raises(runs.Stopped) if stop else contextlib.nullcontext():
+        trainer.train(resume_from_checkpoint=passed)
+    return trainer
+
+
+def trained(output_dir: Path, **how: Any) -> dict[str, torch.Tensor]:
+    """The weights after an undisturbed training."""
+    return tiny.weights(training(output_dir, **how).model)
+
+
+@pytest.fixture
+def killed_in_the_second(tmp_path: Path, relaunch: Callable[[], None]) -> Path:
+    """Where a script ended in the fifth step of its second training; the next one is a new process."""
+    output_dir = tmp_path / "out"
+    training(output_dir, **FIRST)
+    training(output_dir, stop=5, **SECOND)
+    assert runs.committed(output_dir) == [2, 4]
+    relaunch()
+    return output_dir
+
+
+def last_lineages(output_dir: Path) -> list[str]:
+    record = RunRecord.read(Root.of(output_dir))
+    assert record is not None
+    return [lineage.id for _, lineage in sorted(record.lineages.items())]
+
+
+@pytest.mark.parametrize("passed", [True, None])
+def test_a_training_goes_on_from_its_own_checkpoints_when_the_one_before_is_left_out(
+    passed: bool | None, killed_in_the_second: Path, tmp_path: Path
+) -> None:
+    before = last_lineages(killed_in_the_second)
+    again = training(killed_in_the_second, passed=passed, **SECOND)
+    assert runs.steps_done(again) == [5, 6]
+    assert runs.lineage_of(killed_in_the_second, 6) == runs.lineage_of(killed_in_the_second, 4) == before[1]
+    assert last_lineages(killed_in_the_second) == before
+    assert tiny.same(tiny.weights(again.model), trained(tmp_path / "alone", **SECOND))
+
+
+@pytest.mark.parametrize("change", [{"max_steps": 8}, {"learning_rate": 1e-4}, {"seed": 5}], ids=str)
+def test_a_training_is_known_again_although_an_argument_was_changed_by_hand(
+    change: dict[str, Any], killed_in_the_second: Path
+) -> None:
+    """With the first left out, and with the first kept and changed likewise."""
+    before = last_lineages(killed_in_the_second)
+    again = training(killed_in_the_second, **{**SECOND, **change})
+    last = again.state.global_step
+    assert runs.steps_done(again) == list(range(5, last + 1))
+    assert last_lineages(killed_in_the_second) == before
+    resume._ordinals.clear()
+    first = training(killed_in_the_second, **{**FIRST, **change, "max_steps": 5})
+    second = training(killed_in_the_second, **{**SECOND, **change, "max_steps": 10})
+    assert (runs.steps_done(first), runs.steps_done(second)) == ([5], list(range(last + 1, 11)))
+    assert last_lineages(killed_in_the_second) == before
+
+
+def test_two_trainings_of_different_models_are_told_apart_by_nothing_else(
+    tmp_path: Path, relaunch: Callable[[], None]
+) -> None:
+    alike: dict[str, Any] = {"rows": 64, "seed": 0}
+    training(tmp_path, model=tiny.llama(), **alike)
+    training(tmp_path, model=tiny.llama(hidden_size=64), stop=5, **alike)
+    relaunch()
+    again = training(tmp_path, model=tiny.llama(hidden_size=64), **alike)
+    assert runs.steps_done(again) == [5, 6, 7, 8]
+
+
+def test_trainings_that_nothing_tells_apart_are_known_by_their_order(
+    tmp_path: Path, relaunch: Callable[[], None]
+) -> None:
+    alike: dict[str, Any] = {"rows": 64, "seed": 0, "max_steps": 6}
+    training(tmp_path, **alike)
+    training(tmp_path, stop=5, **alike)
+    before = last_lineages(tmp_path)
+    relaunch()
+    done = [runs.steps_done(training(tmp_path, **alike)) for _ in range(2)]
+    assert done == [[], [5, 6]]
+    assert last_lineages(tmp_path) == before
+
+
+def test_a_training_after_one_that_went_on_begins_where_the_script_has_it(
+    killed_in_the_second: Path, relaunch: Callable[[], None]
+) -> None:
+    before = last_lineages(killed_in_the_second)
+    third: dict[str, Any] = {"seed": 2, "rows": 32, "max_steps": 3}
+    training(killed_in_the_second, **SECOND)
+    assert runs.steps_done(training(killed_in_the_second, stop=2, **third)) == [1, 2]
+    assert last_lineages(killed_in_the_second)[:2] == before
+    relaunch()
+    assert runs.steps_done(training(killed_in_the_second, **third)) == [3]
+    assert len(last_lineages(killed_in_the_second)) == 3
+
+
+def test_a_training_that_raised_and_is_tried_again_is_the_same_although_another_was_left_out(
+    killed_in_the_second: Path,
+) -> None:
+    before = last_lineages(killed_in_the_second)
+    assert runs.steps_done(training(killed_in_the_second, stop=5, **SECOND)) == [5]
+    assert runs.steps_done(training(killed_in_the_second, **SECOND)) == [5, 6]
+    assert last_lineages(killed_in_the_second) == before
+
+
+def test_starting_the_second_over_leaves_the_first_alone(
+    killed_in_the_second: Path, relaunch: Callable[[], None]
+) -> None:
+    before = last_lineages(killed_in_the_second)
+    assert runs.steps_done(training(killed_in_the_second, stop=3, passed=False, **SECOND)) == [1, 2, 3]
+    now = last_lineages(killed_in_the_second)
+    assert now[0] == before[0]
+    assert now[1] != before[1]
+    relaunch()
+    assert runs.steps_done(training(killed_in_the_second, **FIRST)) == []
+    assert runs.steps_done(training(killed_in_the_second, **SECOND)) == [3, 4, 5, 6]
+
+
+def test_a_script_that_leaves_out_its_first_training_is_killed_and_ends_as_if_undisturbed(
+    tmp_path: Path,
+) -> None:
+    def launch(output_dir: Path, die_at: int) -> list[tuple[str, int]]:
+        script = [sys.executable, str(SCRIPTS / "two_trainings.py"), str(output_dir), str(die_at)]
+        ended = subprocess.run(script, capture_output=True, text=True, timeout=PATIENCE)
+        assert ended.returncode == (-signal.SIGKILL if die_at else 0), ended.stderr[-3000:]
+        lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"training"')]
+        return [(line["training"], line["step"]) for line in lines]
+
+    first, second = ([(name, step) for step in range(1, 7)] for name in ("first", "second"))
+    assert launch(tmp_path / "killed", 5) == first[:4] + second[:5]
+    assert launch(tmp_path / "killed", 0) == second[4:]
+    assert launch(tmp_path / "calm", 0) == first[:4] + second
+    weights = [(tmp_path / name / "second" / "model.safetensors").read_bytes() for name in ("killed", "calm")]
+    assert weights[0] == weights[1]
+
+
+# -- a training that goes on with other arguments, and another model ----------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", [5, 0], ids=["interrupted", "finished"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"max_steps": 10},
+        {"learning_rate": 1e-5},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1, "run_name": "other"},
+        {"max_steps": -1, "num_train_epochs": 1, "seed": 3, "data": tiny.Tokens(48, seed=4)},
+        {"logging_steps": 7, "save_steps": 5, "save_total_limit": 9, "dataloader_num_workers": 1},
+        {"bf16": True, "model": tiny.llama().to(torch.bfloat16)},
+    ],
+    ids=lambda change: "+".join(change),
+)
+def test_no_argument_keeps_a_training_from_going_on(
+    stop: int, change: dict[str, Any], tmp_path: Path, relaunch: Callable[[], None]
+) -> None:
+    begun = training(tmp_path, rows=64, seed=0, stop=stop)
+    before = last_lineages(tmp_path)
+    relaunch()
+    again = training(tmp_path, **{"rows": 64, "seed": 0, **change})
+    assert not set(runs.steps_done(again)) & set(range(1, 5))
+    assert again.state.global_step >= begun.state.global_step
+    assert last_lineages(tmp_path) == before
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "class": (
+        lambda: GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=128)),
+        "class LlamaForCausalLM there and GPT2LMHeadModel here",
+    ),
+    "size": (lambda: tiny.llama(hidden_size=64), "elements 28832 there and 74048 here"),
+    "layers": (
+        lambda: tiny.llama(num_hidden_layers=3),
+        "parameters 21 there and 30 here, elements 28832 there",
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("passed", [True, None])
+def test_the_checkpoints_of_another_model_are_told_and_neither_loaded_nor_deleted(
+    passed: bool | None,
+    other: str,
+    tmp_path: Path,
+    relaunch: Callable[[], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training(tmp_path, rows=64, seed=0, stop=5)
+    relaunch()
+    build, difference = OTHERS[other]
+    caplog.clear()
+    again = training(tmp_path, rows=64, seed=0, model=build(), passed=passed, max_steps=3, save_steps=3)
+    assert runs.steps_done(again) == [1, 2, 3]
+    assert runs.committed(tmp_path) == [2, 3, 4]
+    told, line = [text for name, level, text in caplog.record_tuples if level >= logging.ERROR]
+    assert line == "[Concurrent Checkpoint] No Checkpoint found with step: -1"
+    assert f"{runs.root(tmp_path)}: its checkpoints belong to another model ({difference}" in told
+
+
+def test_where_there_is_only_another_models_checkpoint_none_is_announced(
+    tmp_path: Path, relaunch: Callable[[], None]
+) -> None:
+    training(tmp_path, rows=64, seed=0, max_steps=2)
+    relaunch()
+    runs.decorated(tmp_path)
+    assert os.environ["CKPT_LAST_STEP"] == "2"
+    runs.decorated(tmp_path, model=tiny.llama(hidden_size=64))
+    assert "CKPT_LAST_STEP" not in os.environ
+
+
+def test_the_checkpoint_announced_is_that_of_the_training_that_will_go_on(killed_in_the_second: Path) -> None:
+    training(killed_in_the_second, **SECOND)
+    resume._ordinals.clear()
+    runs.decorated(killed_in_the_second, data=tiny.Tokens(48), max_steps=6)
+    assert os.environ["CKPT_LAST_STEP"] == "6"
+    runs.decorated(killed_in_the_second, max_steps=4, learning_rate=1e-3)
+    assert os.environ["CKPT_LAST_STEP"] == "4"
+
+
+def test_another_model_does_not_go_on_where_resuming_is_required(
+    tmp_path: Path, relaunch: Callable[[], None]
+) -> None:
+    training(tmp_path, rows=64, seed=0, max_steps=2)
+    relaunch()
+    trainer = runs.decorated(tmp_path, {"resume": "required"}, model=tiny.llama(hidden_size=64))
+    with pytest.raises(resume.NothingToResumeError):
+        trainer.train()
+    assert runs.steps_done(trainer) == []
+
+
+def test_a_record_without_fingerprints_is_resumed_by_the_order_of_trainings(
+    killed_in_the_second: Path,
+) -> None:
+    file = Root.of(killed_in_the_second).run_record
+    body = json.loads(file.read_bytes())
+    for lineage in body["lineages"].values():
+        assert lineage.pop("fingerprint")
+    file.write_text(json.dumps(body))
+    assert runs.steps_done(training(killed_in_the_second, **FIRST)) == []
+    assert runs.steps_done(training(killed_in_the_second, **SECOND)) == [5, 6]
 
 
 # -- trainers beside each other -----------------------------------------------------------------------------------------
@@ -312,8 +576,8 @@ def test_the_trials_of_a_search_that_is_started_again_start_fresh(
         stopped.hyperparameter_search(hp_space=space, n_trials=2, backend="optuna")
     assert runs.committed(tmp_path / "run-0") == [2]
     relaunch()
-    for resume in ("auto", "required"):
-        again = search(tmp_path, settings={"resume": resume})
+    for setting in ("auto", "required"):
+        again = search(tmp_path, settings={"resume": setting})
         again.hyperparameter_search(hp_space=space, n_trials=2, backend="optuna")
         assert runs.steps_done(again) == [1, 2, 3, 4] * 2
         relaunch()

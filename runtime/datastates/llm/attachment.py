@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from datastates.llm import fence, instance, log, readers, resume, trainer_module
+from datastates.llm import fence, fingerprint, instance, log, readers, resume, trainer_module
 from datastates.llm.session import Session
 from datastates.settings import Settings
 from datastates.store.layout import CHECKPOINT_ROOT
@@ -44,7 +44,7 @@ class Attachment:
         fence.install()
         trainer_module.install(resume.last_checkpoint)
         resume.let_cpu_ranks_load()
-        resume.announce_last_step(trainer.args.output_dir)
+        resume.announce_last_step(trainer.args.output_dir, fingerprint.of(trainer))
         for name, around in self._replacements().items():
             instance.wrap(trainer, name, around)
         instance.wrap(trainer.callback_handler, "on_save", self._on_save)

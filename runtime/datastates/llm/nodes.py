@@ -211,6 +211,7 @@ class _Node:
             self._ordinal,
             self._choice,
             self._record,
+            self._request.fingerprint,
             like,
             siblings,
             self._voters,

@@ -13,7 +13,7 @@ from datastates.llm import log, resume
 from datastates.settings import Settings
 from datastates.store import commit, last_word, layout, lineage, occupant
 from datastates.store.lineage import ResumePoint
-from datastates.store.runrecord import RunRecord
+from datastates.store.runrecord import Fingerprint, RunRecord
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -46,7 +46,7 @@ def decide(
 
     Args:
         args: the TrainingArguments.
-        ordinal: how many ``train()`` calls of this process went into the same output directory before.
+        ordinal: which training of the script this is.
     """
     output_dir = str(Path(root).parent)
     try:
@@ -57,7 +57,7 @@ def decide(
     except Exception as error:
         logger.debug("no plan", exc_info=True)
         return in_trouble(root, ordinal, error, request.path)
-    return set_out(args, settings, root, ordinal, choice, record)
+    return set_out(args, settings, root, ordinal, choice, record, request.fingerprint)
 
 
 def set_out(
@@ -67,6 +67,7 @@ def set_out(
     ordinal: int,
     choice: ResumePoint | None,
     record: RunRecord | None,
+    fingerprint: Fingerprint | None,
     like: Plan | None = None,
     siblings: Collection[str] = (),
     voters: int | None = None,
@@ -75,6 +76,7 @@ def set_out(
 
     Args:
         record: of the last run in this directory.
+        fingerprint: of the training.
         like: the plan of another node, whose attempt and lineage this one's are to be.
         siblings: how the names begin of those that save for the other nodes of this training.
         voters: how many ranks save here; None: all.
@@ -95,7 +97,12 @@ def set_out(
             max_steps=max(args.max_steps, 0),
         )
         mine, here = lineage.begin(
-            record, ordinal, choice, here, fresh_token=os.environ.get("CKPT_RUN_FRESH")
+            record,
+            ordinal,
+            choice,
+            here,
+            fresh_token=os.environ.get("CKPT_RUN_FRESH"),
+            fingerprint=fingerprint,
         )
         if like is not None:
             mine = replace(mine, id=like.lineage)

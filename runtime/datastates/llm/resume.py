@@ -1,4 +1,7 @@
-"""What ``train()`` starts from: the script's word, the settings, and what the catalog holds."""
+"""What ``train()`` starts from: the script's word, the settings, and what the catalog holds.
+
+The *number* of a ``train()`` call is the ordinal of the training that it is, see :func:`datastates.store.lineage.ordinal_of`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from datastates.store import catalog, lineage
 from datastates.store.layout import CHECKPOINT_ROOT, Root
 from datastates.store.lineage import ResumePoint
 from datastates.store.manifest import ManifestError
-from datastates.store.runrecord import RunRecord
+from datastates.store.runrecord import Fingerprint, Lineage, RunRecord
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -30,6 +33,7 @@ class Request:
     """The arguments of one ``train()`` call; ``resume`` is what the script passed: None (nothing), a bool or a path.
 
     ``literal``: Trainer itself is given the path, not a ``train`` of the script's own, which may fetch what it names.
+    ``fingerprint`` is of the training that it asks for, None when that cannot be told.
     """
 
     resume: Any
@@ -37,6 +41,7 @@ class Request:
     literal: bool
     _args: tuple[Any, ...]
     _kwargs: Mapping[str, Any]
+    fingerprint: Fingerprint | None = None
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any], literal: bool = False) -> Request:
@@ -61,17 +66,13 @@ _ordinals: dict[str, int] = {}
 
 
 def ordinal(output_dir: str) -> int:
-    """How many ``train()`` calls of this process went into ``output_dir`` before."""
+    """How many trainings into ``output_dir`` this process has behind it: what it did, and what it left out before that."""
     return _ordinals.get(os.path.realpath(output_dir), 0)
 
 
-def count_train_call(output_dir: str, again: int | None = None) -> int:
-    """The ordinal of the ``train()`` call that begins now; ``again`` when it goes on with an earlier one, whose ordinal it keeps."""
-    if again is not None:
-        return again
-    now = ordinal(output_dir)
-    _ordinals[os.path.realpath(output_dir)] = now + 1
-    return now
+def count_train_call(output_dir: str, number: int) -> None:
+    """A ``train()`` call begins that is training ``number``, or goes on with it."""
+    _ordinals[os.path.realpath(output_dir)] = max(ordinal(output_dir), number + 1)
 
 
 def train_call_failed(output_dir: str, number: int) -> None:
@@ -79,10 +80,24 @@ def train_call_failed(output_dir: str, number: int) -> None:
     _ordinals[os.path.realpath(output_dir)] = number
 
 
+def find(request: Request, output_dir: str) -> int:
+    """The number of the ``train()`` call that begins now. Rank 0 alone asks."""
+    earliest = ordinal(output_dir)
+    number = lineage.ordinal_of(run_record(output_dir), earliest, request.fingerprint)
+    if number > earliest:
+        logger.info(
+            "%s this is taken for training %d of the script as it was last run: %s left out before it",
+            log.PREFIX,
+            number + 1,
+            "one is" if number - earliest == 1 else f"{number - earliest} are",
+        )
+    return number
+
+
 def choose(
     request: Request, settings: Settings, output_dir: str, number: int, record: RunRecord | None
 ) -> ResumePoint | None:
-    """Settle where the ``train()`` call with ordinal ``number`` starts; None is the beginning. Rank 0 alone asks.
+    """Settle where training ``number`` starts; None is the beginning. Rank 0 alone asks.
 
     Args:
         record: the last run in ``output_dir``; a script that passes nothing resumes only when that did not finish.
@@ -93,7 +108,9 @@ def choose(
     if request.path is not None:
         if request.literal:
             _check_path(request.path, output_dir, number)
-        return catalog.explicit_point(output_dir, number, request.path, crc32=crc32)
+        return catalog.explicit_point(
+            output_dir, number, request.path, fingerprint=request.fingerprint, crc32=crc32
+        )
     if request.resume is False or lineage.wants_fresh(record, number, _fresh_token()):
         return None
     asked = request.resume is True
@@ -105,7 +122,10 @@ def choose(
                 "%s the last run into %s finished: this one starts from the beginning", log.PREFIX, output_dir
             )
         return None
-    point = catalog.resume_point(output_dir, number, on_skip=tell_skipped, crc32=crc32)
+    point = catalog.resume_point(
+        output_dir, number, fingerprint=request.fingerprint, on_skip=tell_skipped, crc32=crc32
+    )
+    known = record.lineages.get(number) if record else None
     if point is not None:
         logger.info(
             "%s resuming at step %d from %s%s",
@@ -114,12 +134,13 @@ def choose(
             point.path,
             "" if asked else " (ckpt-run --fresh starts over)",
         )
+        _tell_changes(known, request.fingerprint)
     elif required:
         raise NothingToResumeError(
             f"resume is 'required', and there is no checkpoint to resume from in {Root.of(output_dir).path}. "
             "If that is where this training saves, --resume auto (CKPT_RUN_RESUME=auto) starts it from the beginning"
         )
-    elif asked:
+    elif asked or lineage.other_model(known, request.fingerprint):
         logger.error("%s No Checkpoint found with step: -1", log.PREFIX)
     return point
 
@@ -151,19 +172,26 @@ def tell_skipped(path: Any, reason: str) -> None:
     logger.error("%s skipping %s: %s", log.PREFIX, path, reason)
 
 
+def _tell_changes(known: Lineage | None, now: Fingerprint | None) -> None:
+    """Any argument may be changed by hand; but whoever means another training shall be able to notice."""
+    if known is None or known.fingerprint is None or now is None:
+        return
+    changes = lineage.differences(known.fingerprint.training, now.training)
+    if changes:
+        logger.info("%s this training goes on with a change: %s", log.PREFIX, changes)
+
+
 def _fresh_token() -> str | None:
     """Set by ``ckpt-run --fresh``. Its value is new for each launch: ranks that are restarted within the launch resume."""
     return os.environ.get("CKPT_RUN_FRESH") or None
 
 
-def _to_be_fresh(output_dir: str) -> bool:
-    return lineage.wants_fresh(run_record(output_dir), ordinal(output_dir), _fresh_token())
-
-
-def announce_last_step(output_dir: str) -> None:
+def announce_last_step(output_dir: str, fingerprint: Fingerprint | None = None) -> None:
     """Set CKPT_LAST_STEP, or remove it: only when a Trainer is built its output directory is certain."""
-    fresh = _to_be_fresh(output_dir)
-    point = None if fresh else catalog.resume_point(output_dir, ordinal(output_dir), verify=False)
+    record = run_record(output_dir)
+    number = lineage.ordinal_of(record, ordinal(output_dir), fingerprint)
+    fresh = lineage.wants_fresh(record, number, _fresh_token())
+    point = None if fresh else catalog.resume_point(output_dir, number, fingerprint=fingerprint, verify=False)
     if point is None:
         os.environ.pop("CKPT_LAST_STEP", None)
     else:

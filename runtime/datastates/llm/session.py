@@ -1,7 +1,7 @@
 """One ``train()`` call: its attempt, its lineage, its saves.
 
-``begin`` holds the only collectives of the library: the ranks meet, rank 0 draws the attempt id, chooses the checkpoint to resume from,
-moves aside what was never committed, and tells the others. From then on ranks speak through files only.
+``begin`` holds the only collectives of the library: the ranks meet, rank 0 finds out which training this is, draws the attempt id, chooses
+the checkpoint to resume from, moves aside what was never committed, and tells the others. From then on ranks speak through files only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from datastates.engine import PendingFile
 from datastates.formats import intercept
-from datastates.llm import fsdp, host_cache, log, meetings, nodes, ranks, resume, space, trouble
+from datastates.llm import fingerprint, fsdp, host_cache, log, meetings, nodes, ranks, resume, space, trouble
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.housekeeping import Housekeeping
@@ -72,16 +72,22 @@ class Session:
         """
         place = nodes.of(trainer)
         goes_on = last is not None and last.root_as_given == root and (request.resume is True or request.path)
-        ordinal = resume.count_train_call(str(Path(root).parent), last.ordinal if last and goes_on else None)
+        output_dir = str(Path(root).parent)
+        request = replace(request, fingerprint=fingerprint.of(trainer, request.trial))
         ranks.meet(place)
+        if last and goes_on:
+            ordinal = last.ordinal
+        else:
+            found = resume.find(request, output_dir) if place.rank == 0 else None
+            ordinal = ranks.tell(place, found, trainer.args.device)
         if place.nodes > 1:
             plan = nodes.decide(place, trainer.args, settings, request, root, ordinal)
         else:
             plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
             plan = ranks.tell(place, plan, trainer.args.device)
         if isinstance(plan, resume.NothingToResumeError):
-            resume.train_call_failed(str(Path(root).parent), ordinal)
             raise plan.with_traceback(None) from None  # rank 0 alone would show where it was found out
+        resume.count_train_call(output_dir, ordinal)
         if request.path is not None:
             plan = replace(
                 plan, resume_path=request.path

@@ -11,9 +11,9 @@ from pathlib import Path
 from datastates.store.checksums import Crc32
 from datastates.store.commit import REMOVED
 from datastates.store.layout import CheckpointDir, Root, directories
-from datastates.store.lineage import OURS, STOCK, ResumePoint
+from datastates.store.lineage import OURS, STOCK, ResumePoint, other_model
 from datastates.store.manifest import Manifest, ManifestError, read_manifest
-from datastates.store.runrecord import Lineage, RunRecord
+from datastates.store.runrecord import Fingerprint, Lineage, RunRecord
 from datastates.store.stock import global_step, saved_at, stock_checkpoints, stock_problem
 from datastates.store.verify import FileVerdict, Progress, scan, verify_files, verify_shapes
 
@@ -170,6 +170,7 @@ def resume_point(
     output_dir: str | os.PathLike[str],
     ordinal: int = 0,
     *,
+    fingerprint: Fingerprint | None = None,
     verify: bool = True,
     on_skip: OnSkip = ignore,
     crc32: Crc32 = zlib.crc32,
@@ -181,12 +182,14 @@ def resume_point(
     3. When run.json is lost or unreadable: the newest whole checkpoint of the lineage that committed last.
     4. A stock ``checkpoint-N`` of the output directory, unless a training that began fresh in here is newer.
 
-    An older lineage is never resumed silently: ``on_skip`` is told of it when nothing else was found.
+    An older lineage is never resumed silently: ``on_skip`` is told of it when nothing else was found. What another model left is never
+    resumed at all, nor a stock checkpoint beside it.
 
     Args:
+        fingerprint: of the ``train()`` call, None when it is not known.
         verify: read every byte of a candidate; otherwise presence and sizes decide.
     """
-    return _Search(Root.of(output_dir), ordinal, verify, on_skip, crc32).run()
+    return _Search(Root.of(output_dir), ordinal, fingerprint, verify, on_skip, crc32).run()
 
 
 def explicit_point(
@@ -194,6 +197,7 @@ def explicit_point(
     ordinal: int,
     path: str | os.PathLike[str],
     *,
+    fingerprint: Fingerprint | None = None,
     verify: bool = True,
     crc32: Crc32 = zlib.crc32,
 ) -> ResumePoint:
@@ -205,10 +209,10 @@ def explicit_point(
     checkpoint = Checkpoint.load(explicit)
     step = checkpoint.step if checkpoint.committed else global_step(explicit)
     kind = OURS if checkpoint.committed else STOCK
-    found = resume_point(output_dir, ordinal, verify=False)
+    found = resume_point(output_dir, ordinal, fingerprint=fingerprint, verify=False)
     same = found is not None and _same(found.path, explicit)
     if not same and verify and found is not None and kind == OURS:
-        found = resume_point(output_dir, ordinal, verify=True, crc32=crc32)
+        found = resume_point(output_dir, ordinal, fingerprint=fingerprint, crc32=crc32)
         same = found is not None and _same(found.path, explicit)
     return ResumePoint(
         explicit, -1 if step is None else step, kind, found.lineage if found and same else None
@@ -225,6 +229,7 @@ def last_step(output_dir: str | os.PathLike[str]) -> int | None:
 class _Search:
     root: Root
     ordinal: int
+    fingerprint: Fingerprint | None
     verify: bool
     on_skip: OnSkip
     crc32: Crc32
@@ -237,6 +242,10 @@ class _Search:
             record = None
         lineages = record.lineages if record else {}
         lineage = lineages.get(self.ordinal)
+        difference = other_model(lineage, self.fingerprint)
+        if difference:
+            self._name_other_model(difference)
+            return None
         point = self._of_lineage(lineage) if lineage else None
         if record is None:
             point = self._of_any_lineage()
@@ -305,6 +314,14 @@ class _Search:
                     "belongs to an earlier training; to go on from it, name it: resume_from_checkpoint=<path>",
                 )
                 return
+
+    def _name_other_model(self, difference: str) -> None:
+        if any(checkpoint.committed for checkpoint in Catalog(self.root).checkpoints()):
+            self.on_skip(
+                self.root.path,
+                f"its checkpoints belong to another model ({difference}), and stay as they are; give this training an output directory"
+                " of its own",
+            )
 
 
 def _is_of(checkpoint: Checkpoint, lineage: str | None) -> bool:

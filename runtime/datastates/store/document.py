@@ -158,6 +158,17 @@ class Fields:
             self.fail(key, "is not a list of texts")
         return tuple(value)
 
+    def named_texts(self, key: str) -> dict[str, str]:
+        """The texts of an object, by their names."""
+        value = self._members.get(key)
+        if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
+            self.fail(key, "is not an object of texts")
+        return dict(value)
+
+    def optional_object(self, key: str) -> Fields | None:
+        value = self._members.get(key)
+        return None if value is None else self._object(value, key)
+
     def objects(self, key: str) -> list[Fields]:
         """The objects of a list, in order."""
         value = self._members.get(key)

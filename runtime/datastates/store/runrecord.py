@@ -27,11 +27,24 @@ FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What a training is known again by: facts by name, as texts that are only compared.
+
+    ``model`` are those of the model, empty when it is not known before ``train()`` builds it; ``training`` are those of the arguments and
+    the data. A fact that cannot be told is left out.
+    """
+
+    model: Mapping[str, str] = field(default_factory=dict)
+    training: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
     """One training from its fresh start through all its resumes.
 
     ``origin`` is the checkpoint it began from when that was not its own (None: from the beginning); ``began`` is in seconds since 1970;
-    ``fresh_token`` is that of the launch which asked for a fresh start, so that a restart within that launch does not start fresh again.
+    ``fresh_token`` is that of the launch which asked for a fresh start, so that a restart within that launch does not start fresh again;
+    ``fingerprint`` is of the newest launch, None when that could not be told.
     """
 
     id: str
@@ -39,6 +52,7 @@ class Lineage:
     state: str = RUNNING
     fresh_token: str | None = None
     began: float = field(default_factory=time.time)
+    fingerprint: Fingerprint | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,12 +222,14 @@ def _process_stat(pid: int) -> list[bytes] | None:
 
 
 def _encode_lineage(lineage: Lineage) -> dict[str, object]:
+    known = lineage.fingerprint
     return {
         "id": lineage.id,
         "origin": lineage.origin,
         "state": lineage.state,
         "fresh_token": lineage.fresh_token,
         "began": lineage.began,
+        "fingerprint": known and {"model": dict(known.model), "training": dict(known.training)},
     }
 
 
@@ -224,7 +240,14 @@ def _parse_lineage(fields: Fields) -> Lineage:
         state=fields.choice("state", RUNNING, FINISHED),
         fresh_token=fields.optional_text("fresh_token"),
         began=fields.number("began"),
+        fingerprint=_parse_fingerprint(fields.optional_object("fingerprint")),
     )
+
+
+def _parse_fingerprint(fields: Fields | None) -> Fingerprint | None:
+    if fields is None:
+        return None
+    return Fingerprint(model=fields.named_texts("model"), training=fields.named_texts("training"))
 
 
 def _parse_ordinal(name: str, file: Path) -> int:
