@@ -57,13 +57,14 @@ SHORT = {"-h": "--help", "-V": "--version"}
 SUBCOMMANDS = {
     "status": "what the newest run is doing: step, checkpoints, stalls, ranks",
     "verify": "check every file of a checkpoint, or of all, against its checksums",
+    "convert": "copy a DeepSpeed checkpoint so that any number of ranks can load it",
     "env": "print the environment that a command would get",
     "demo": "train, get killed, resume, compare: a demonstration in about a minute",
 }
 
 HELP = """\
 Usage: ckpt-run [OPTIONS] COMMAND [ARGUMENTS...]
-       ckpt-run status|verify|env|demo --help
+       ckpt-run status|verify|convert|env|demo --help
 
 Runs a Hugging Face training command so that its checkpoints are saved while it
 keeps training, and so that it carries on from the newest good one after it was

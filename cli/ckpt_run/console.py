@@ -1,5 +1,4 @@
-"""``ckpt-run status`` and ``ckpt-run verify``: their options and help; what they do is in :mod:`ckpt_run.status` and
-:mod:`ckpt_run.verify`."""
+"""``ckpt-run status``, ``verify`` and ``convert``: their options and help; what they do is in modules of the same names."""
 
 from __future__ import annotations
 
@@ -61,6 +60,31 @@ def verify(
     from ckpt_run.verify import show
 
     raise typer.Exit(show(path))
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint that holds ZeRO files of DeepSpeed.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="The directory to make (default: universal-<name> beside it)."),
+    ] = None,
+) -> None:
+    """Copy a DeepSpeed checkpoint into a form that any number of ranks can load, and tell how.
+
+    DeepSpeed's own ds_to_universal does it. The checkpoint itself is not changed.
+
+    \b
+    Example:
+      ckpt-run convert out/concurrent_checkpoint/checkpoint-200
+
+    Exit code: 1 when there is nothing to convert, or DeepSpeed cannot.
+    """
+    from ckpt_run.convert import convert as run
+
+    raise typer.Exit(run(checkpoint, output))
 
 
 def main(words: list[str]) -> int:

@@ -51,7 +51,17 @@ def prepare(arguments: dict[str, Any]) -> None:
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if "RANK" not in os.environ:
+        # DeepSpeed asks MPI who it is unless a launcher has said so.
+        alone = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        os.environ.update(alone)
+    if int(os.environ["WORLD_SIZE"]) > 1:
         # accelerate has no backend for CPU ranks unless cpu=True, which disables DeepSpeed; each rank would believe to be alone.
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
     if arguments.get("bf16"):
