@@ -23,6 +23,7 @@ LAUNCHER = "CKPT_RUN_LAUNCHER"  # our process id, for a ckpt-run that is started
 PROCESSES = "CKPT_RUN_PROCESSES"  # the folder in which the hook registers processes that train
 OF_THIS_HOST = (LAUNCHER, PROCESSES)
 OUTPUT_DIR = "CKPT_RUN_OUTPUT_DIR"
+VENDOR = "CHECKPOINT_VENDOR"
 NO_SETTINGS = (RUN_ID, FRESH, OFFLINE_SET, OUTPUT_DIR, "CKPT_RUN_DEBUG", "CKPT_RUN_DISABLE", *OF_THIS_HOST)
 
 
@@ -60,7 +61,7 @@ def build(parsed: Parsed, inherited: Mapping[str, str], run_id: str | None = Non
         env[RUN_ID] = run_id
     hook = hook_folder()
     env["PYTHONPATH"] = with_hook_first(hook, env.get("PYTHONPATH", ""))
-    env["CHECKPOINT_VENDOR"] = hook
+    env[VENDOR] = hook
     if "online" not in parsed:
         _go_offline(env)
     for option in OPTIONS:
@@ -93,7 +94,9 @@ def carrier(env: Mapping[str, str]) -> str:
 
 
 def _travels(name: str) -> bool:
-    return name in OFFLINE or (name.startswith(("CKPT_RUN_", LAST_STEP)) and name not in OF_THIS_HOST)
+    return name in (VENDOR, *OFFLINE) or (
+        name.startswith(("CKPT_RUN_", LAST_STEP)) and name not in OF_THIS_HOST
+    )
 
 
 def with_hook_first(hook: str, pythonpath: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from ckpt_run import environment, exits, output_dir, processes, programs, resume
+from ckpt_run import environment, exits, nodes, output_dir, processes, programs, resume
 from ckpt_run.arguments import Parsed
 from ckpt_run.ledger import Ledger
 from ckpt_run.messages import say
@@ -46,6 +46,7 @@ def _launch(parsed: Parsed, signals: Signals) -> int:
     folder = ledger.open_folder()
     if folder is not None:
         env[environment.PROCESSES] = folder
+        nodes.own_env_file(command, env, folder)
     try:
         supervisor = Supervisor(signals, folder)
         code = _supervise(parsed, path, env, directory, supervisor, ledger)

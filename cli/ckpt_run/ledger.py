@@ -1,6 +1,6 @@
 """What we note about one launch, for ``status`` and for the next launch of the same command.
 
-Also the folder in which the hook registers the processes that train. It lies in the temporary directory, since it is of
+Also the folder in which the hook registers the processes that train, and what else is of this launch alone. It lies in the temporary directory, since it is of
 use only as long as we live; the record lies under ``$XDG_STATE_HOME`` (:mod:`datastates.store.launches`).
 """
 

@@ -7,8 +7,9 @@ not imported itself, prints nothing and raises nothing of its own; what it does 
 
 1. fill in the settings of the launcher, where another program has dropped them from the environment;
 2. put two finders on ``sys.meta_path``. One waits for ``transformers.trainer`` and, once that module has been executed,
-   wraps ``Trainer.__init__``; likewise for the modules of ``LOOPS``, whose methods it wraps. The other stands last in line and finds ``datastates``, in an environment it is not
-   installed into;
+   wraps ``Trainer.__init__``; likewise for the modules of ``LOOPS``, whose methods it wraps, and for the module with which
+   deepspeed's launcher reaches other nodes. The other stands last in line and finds ``datastates``, in an environment it
+   is not installed into;
 3. import the ``sitecustomize`` that this file hides, if there is one.
 
 ``CKPT_RUN_DISABLE=1`` leaves only step 3; ``CKPT_RUN_DEBUG=1`` tells on stderr what was done. The file is written for
@@ -24,6 +25,8 @@ LOOPS = {  # by module: its class, the methods that save and load, and where the
     "deepspeed.runtime.engine": ("DeepSpeedEngine", ("save_checkpoint", "load_checkpoint"), "deepspeed_loop"),
     "accelerate.accelerator": ("Accelerator", ("save_state", "load_state"), "accelerate_loop"),
 }
+NODES = "deepspeed.launcher.multinode_runner"
+PATCHED = (TRAINER, NODES) + tuple(LOOPS)
 FAILED = set()
 OFFLINE_ERRORS = ("LocalEntryNotFoundError", "OfflineModeIsEnabled")
 
@@ -81,7 +84,7 @@ class TrainerFinder(object):
         if not self._explains and name == "huggingface_hub":
             self._explains = True
             explain_offline_errors()
-        if (name != TRAINER and name not in LOOPS) or self._asking:
+        if name not in PATCHED or self._asking:
             return None
         self._asking = True
         try:
@@ -132,6 +135,8 @@ def patch_after_exec(loader, name):
         exec_module(module)
         if name == TRAINER:
             patch_trainer(module)
+        elif name == NODES:
+            patch_exports(module)
         else:
             patch_loop(module)
 
@@ -186,6 +191,36 @@ def wrapped(original, name, answers):
 
     method.ckpt_run = True
     return method
+
+
+def patch_exports(module):
+    """Have deepspeed's launcher hand our variables to other nodes as they are here, and this folder first in PYTHONPATH.
+
+    It puts the working directory in front, where a ``sitecustomize`` would hide this one; and lines of a file
+    ``.deepspeed_env``, where ``accelerate launch`` may have left the variables of an older launch, count more than the
+    environment.
+    """
+    runner = getattr(module, "MultiNodeRunner", None)
+    original = getattr(runner, "add_export", None)
+    if original is None or getattr(original, "ckpt_run", False):
+        return
+    import functools
+
+    @functools.wraps(original)
+    def add_export(self, key, var):
+        name = key.strip()
+        if name == "PYTHONPATH":
+            entries = [entry for entry in var.strip().split(os.pathsep) if not is_ours(entry)]
+            var = os.pathsep.join([HOOK] + entries)
+        elif name == "PYTHON_CKPT_RUN":
+            var = os.environ.get(name, "")
+        elif name.startswith("CKPT_"):
+            return None  # it is in PYTHON_CKPT_RUN, if it is for other nodes
+        return original(self, key, var)
+
+    add_export.ckpt_run = True
+    runner.add_export = add_export
+    debug("other nodes get this folder first in PYTHONPATH")
 
 
 def loop_answer(module, name):
