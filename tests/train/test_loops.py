@@ -225,8 +225,14 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", ["step_{step}", "last"])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize(
+    ("failure", "name"),
+    [
+        *((failure, "step_{step}") for failure in FAILURES),
+        ("the commit", "last"),
+        ("DeepSpeed's own files on rank 0", "last"),
+    ],
+)
 def test_a_disk_that_fails_costs_one_checkpoint_and_nobody_waits_for_ever(
     failure: str, name: str, stock: dict[str, Training], tmp_path: Path
 ) -> None:
