@@ -80,6 +80,24 @@ def test_each_rank_votes_for_the_files_that_it_wrote(undisturbed: tuple[Training
     assert files[0] | files[1] < {file["path"] for file in manifest["files"]}
 
 
+def test_every_file_is_byte_for_byte_what_stock_code_writes_and_what_is_large_is_copied_late(
+    tmp_path: Path,
+) -> None:
+    arguments = {**ARGUMENTS, "max_steps": 4}
+    stock = job(tmp_path, decorated=False, orderly=False, resume=None, arguments=arguments)
+    Training(stock, 2).finish()
+    (tmp_path / "out").rename(tmp_path / "stock")
+    ours = job(tmp_path, late=True, orderly=False, resume=None, arguments=arguments)
+    Training(ours, 2).finish()
+    assert checkpoints.whole(tmp_path / "out") == [2, 4]
+    for step in (2, 4):
+        expected = checkpoints.digests(tmp_path / f"stock/checkpoint-{step}")
+        assert checkpoints.digests(runs.checkpoint(tmp_path / "out", step)) == expected
+    [late] = [line for line in lines(ours) if "late_bytes" in line]
+    assert late["eager"] == [{}, {}]
+    assert late["late_bytes"] > 0
+
+
 def test_each_ranks_random_numbers_are_its_own(undisturbed: tuple[Training, dict[str, Any]]) -> None:
     newest = runs.checkpoint(Path(undisturbed[0].job.output_dir), 8)
     states = [torch.load(newest / f"rng_state_{rank}.pth", weights_only=False)["cpu"] for rank in (0, 1)]
