@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,6 +52,15 @@ def test_every_path_that_the_readme_links_to_exists() -> None:
     links = [part.split(")")[0] for part in TEXT.split("](")[1:]]
     assert links
     assert [link for link in links if not link.startswith("#") and not (README.parent / link).exists()] == []
+
+
+def test_every_test_that_the_readme_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", TEXT)
+    assert named
+    tests = README.parent / "tests"
+    for file, name in named:
+        path = README.parent / file if file.startswith("tests/") else tests / "train" / file
+        assert f"\ndef {name}(" in path.read_text(), f"{file}::{name}"
 
 
 def test_numbers_and_widths_may_differ_but_words_may_not() -> None:
