@@ -10,6 +10,7 @@ import tiny
 from datastates.llm import DecoratedCheckpointing
 from datastates.store.catalog import Catalog
 from datastates.store.layout import Root
+from datastates.store.manifest import read_vote
 from transformers import Trainer, TrainerCallback
 
 
@@ -90,3 +91,8 @@ def steps_done(trainer: Trainer) -> list[int]:
     """The steps that this Trainer did itself: [7, 8] after it was resumed at step 6 and went on to step 8."""
     watches = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Watch)]
     return [step for watch in watches for step in watch.steps]
+
+
+def vote(output_dir: Path, step: int, rank: int) -> set[str]:
+    """The files that a rank has voted for."""
+    return {entry.path for entry in read_vote(Root.of(output_dir).checkpoint(step).vote(rank)).files}

@@ -30,6 +30,16 @@ def zero(stage: int, changes: dict[str, Any] | None = None, **zero_optimization:
     return {"deepspeed": configuration, "use_cpu": False, "optim": "adamw_torch"}
 
 
+def misled(stage: int) -> dict[str, Any]:
+    """As :func:`zero`, but each rank's Trainer is left to believe that it is alone, as accelerate lets it on CPUs.
+
+    A batch size of all ranks together could not be right then, neither for the Trainer nor for DeepSpeed.
+    """
+    arguments = zero(stage)
+    del arguments["deepspeed"]["train_batch_size"]
+    return arguments
+
+
 def fsdp(version: int = 2, state_dict_type: str = "SHARDED_STATE_DICT", **changes: Any) -> dict[str, Any]:
     """Training arguments for FSDP; ``changes`` go to ``fsdp_config``."""
     configuration: dict[str, Any] = {
@@ -61,7 +71,7 @@ def prepare(arguments: dict[str, Any]) -> None:
             "MASTER_PORT": "0",
         }
         os.environ.update(alone)
-    if int(os.environ["WORLD_SIZE"]) > 1:
+    if int(os.environ["WORLD_SIZE"]) > 1 and "train_batch_size" in arguments["deepspeed"]:
         # accelerate has no backend for CPU ranks unless cpu=True, which disables DeepSpeed; each rank would believe to be alone.
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)
     if arguments.get("bf16"):

@@ -69,7 +69,8 @@ def _attend(trainer: Any, flos: list[None], barriers: list[None], sharded: Train
         type(trainer).store_flos(trainer)
     if sharded:
         sharded.attend_model()
-    if len(barriers) == (sharded.barriers if sharded else 0) and _meets_for_best(trainer):
+    apart = Ranks.of(trainer).misled  # then Trainer's own code meets nobody
+    if len(barriers) == (sharded.barriers if sharded else 0) and _meets_for_best(trainer) and not apart:
         dist.barrier()
     if sharded:
         sharded.attend_state()

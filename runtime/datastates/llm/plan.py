@@ -60,6 +60,19 @@ def decide(
     return set_out(args, settings, root, ordinal, choice, record, request.fingerprint)
 
 
+def look(
+    settings: Settings, request: resume.Request, root: str, ordinal: int
+) -> Plan | resume.NothingToResumeError:
+    """What a rank that saves nothing goes by: the same choice, and nothing done on disk."""
+    output_dir = str(Path(root).parent)
+    try:
+        choice = resume.choose(request, settings, output_dir, ordinal, resume.run_record(output_dir))
+    except resume.NothingToResumeError as error:
+        return error
+    path = str(choice.path) if choice else None
+    return Plan(root, "", "", "", ordinal, path, max(choice.step, 0) if choice else 0)
+
+
 def set_out(
     args: Any,
     settings: Settings,

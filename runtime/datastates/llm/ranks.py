@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+
+from datastates.llm import log
+
+logger = log.logger("datastates.llm.decorator")
 
 
 @dataclass(frozen=True)
@@ -16,6 +21,8 @@ class Ranks:
 
     ``together`` are the ranks that save into one directory, in order, the one that commits first; empty stands for all of them, where every
     rank sees the same disk. ``node`` of ``nodes`` is the number of that directory.
+
+    ``misled``: the Trainer of every rank believes to be alone. All of them would write the same files; rank 0 does.
     """
 
     rank: int
@@ -25,18 +32,39 @@ class Ranks:
     together: tuple[int, ...] = ()
     node: int = 0
     nodes: int = 1
+    misled: bool = False
 
     @classmethod
     def of(cls, trainer: Any) -> Ranks:
-        """As the Trainer itself counts: its arguments are the truth, the environment only tells the ranks of this host."""
+        """As the Trainer itself counts: its arguments are the truth, the environment only tells the ranks of this host.
+
+        Except where they say that it is alone and it is not: accelerate finds no backend for DeepSpeed on CPUs, for one.
+        """
         args = trainer.args
+        if int(args.world_size) <= 1 and _launched() > 1:
+            return cls._launched_together()
         size = max(int(args.world_size), 1)
         local_size = min(size, max(int(os.environ.get("LOCAL_WORLD_SIZE", size)), 1))
         return cls(int(args.process_index), size, int(args.local_process_index), local_size)
 
+    @classmethod
+    def _launched_together(cls) -> Ranks:
+        """As the process group counts, which DeepSpeed may have; else as the launcher does, and then no rank can speak to another."""
+        size = _launched()
+        local_size = min(size, max(int(os.environ.get("LOCAL_WORLD_SIZE", size)), 1))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if _connected():
+            return cls(dist.get_rank(), size, local_rank, local_size, misled=True)
+        return cls(int(os.environ["RANK"]), size, local_rank, local_size, together=(0,), misled=True)
+
+    @property
+    def bystander(self) -> bool:
+        """Whether this rank saves nothing, since rank 0 saves the same and they cannot speak."""
+        return self.misled and self.alone and self.rank != 0
+
     @property
     def alone(self) -> bool:
-        return self.size == 1 or not (dist.is_available() and dist.is_initialized())
+        return self.size == 1 or not _connected()
 
     @property
     def voters(self) -> tuple[int, ...]:
@@ -51,6 +79,48 @@ class Ranks:
     @property
     def leads(self) -> bool:
         return self.rank == self.committer
+
+
+def _connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _launched() -> int:
+    """How many ranks there are, whatever the Trainer believes."""
+    if _connected():
+        return dist.get_world_size()
+    given = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    size, rank = (int(text) if text.isdigit() else -1 for text in given)
+    return size if 0 <= rank < size else 1
+
+
+def tell_misled(ranks: Ranks) -> None:
+    """One line, on rank 0, when the Trainers are."""
+    if ranks.misled and ranks.rank == 0:
+        logger.warning(
+            "%s %d ranks are running, but the Trainer of each believes to be alone: they train on the same data, and would write the same "
+            "files. Only rank 0 saves%s",
+            log.PREFIX,
+            ranks.size,
+            "" if ranks.alone else ", and each rank its part of what DeepSpeed has spread over them",
+        )
+
+
+@contextmanager
+def trainer_writes_nothing(trainer: Any) -> Iterator[None]:
+    """While open, the Trainer leaves the files to another rank that are no part of a sharded state."""
+    args = trainer.args
+    kind = type(args)
+    args.__class__ = type(kind.__name__, (kind,), {"should_save": False, "__module__": kind.__module__})
+    try:
+        yield
+    finally:
+        args.__class__ = kind
+
+
+def of_trainer_alone(name: str) -> bool:
+    """Whether a file of that name is the same on every misled rank: all but the parts of what DeepSpeed has spread over them."""
+    return not name.endswith("_states.pt")
 
 
 def meet(ranks: Ranks) -> None:

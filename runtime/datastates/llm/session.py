@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from datastates.llm import fingerprint, fsdp, host_cache, log, meetings, nodes, 
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.housekeeping import Housekeeping
-from datastates.llm.plan import Plan, decide
+from datastates.llm.plan import Plan, decide, look
+from datastates.llm.save import Manner
 from datastates.llm.saver import Saver
 from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
@@ -50,6 +52,9 @@ class Session:
         self._leads = place.leads
         self._saver: Saver | None = None
         self.running = True
+        self.active = False
+        if place.bystander:
+            return
         obstacle = ranks.first(place, plan.trouble or nodes.unseen(place, plan, self._root) or self._open())
         self.active = not obstacle
         if obstacle:
@@ -75,12 +80,16 @@ class Session:
         output_dir = str(Path(root).parent)
         request = replace(request, fingerprint=fingerprint.of(trainer, request.trial))
         ranks.meet(place)
+        ranks.tell_misled(place)
         if last and goes_on:
             ordinal = last.ordinal
         else:
-            found = resume.find(request, output_dir) if place.rank == 0 else None
+            found = resume.find(request, output_dir) if place.rank == 0 or place.bystander else None
             ordinal = ranks.tell(place, found, trainer.args.device)
-        if place.nodes > 1:
+        plan: Any
+        if place.bystander:
+            plan = look(settings, request, root, ordinal)
+        elif place.nodes > 1:
             plan = nodes.decide(place, trainer.args, settings, request, root, ordinal)
         else:
             plan = decide(trainer.args, settings, request, root, ordinal) if place.rank == 0 else None
@@ -157,6 +166,8 @@ class Session:
     def save(self, original: Callable[[], None]) -> None:
         """Save concurrently what the original ``_save_checkpoint`` writes."""
         step = self._trainer.state.global_step
+        if self._ranks.bystander:
+            return
         if not self.active:
             self._save_by_trainer(step, original)
             return
@@ -172,6 +183,7 @@ class Session:
             directory,
             lambda: self._write(directory, original),
             best=lambda: self._trainer.state.best_model_checkpoint,
+            manner=Manner(leaves_out=ranks.of_trainer_alone) if self._yields else None,
         )
         actions, self._after_scope = self._after_scope, []
         for action, why in actions if saved else []:
@@ -198,6 +210,7 @@ class Session:
         obstacle = self._clear_the_way(directory)
         try:
             with (
+                ranks.trainer_writes_nothing(self._trainer) if self._yields else nullcontext(),
                 fsdp.gathered_once(self._trainer),
                 meetings.kept(self._trainer, self.root, after_first=lambda: self._enter(directory)),
             ):
@@ -207,6 +220,11 @@ class Session:
                 original()
         finally:
             self.in_scope = False
+
+    @property
+    def _yields(self) -> bool:
+        """Whether another rank writes the Trainer's files."""
+        return self._ranks.misled and self._ranks.rank != 0
 
     def _agree_on(self, obstacle: OSError | None) -> None:
         """Give up where the place is not free: together, if stock code lets the ranks meet again and again.
