@@ -16,6 +16,7 @@ import runs
 import tiny
 import torch
 from checkpoints import digests, same, tree, weights, whole
+from datastates.formats import self_check
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainerCallback, set_seed
@@ -241,3 +242,22 @@ def test_save_model_and_save_pretrained_are_complete_when_they_return(tmp_path: 
     assert (tmp_path / "exported" / "last" / "training_args.bin").stat().st_size > 0
     assert not list((tmp_path / "exported").rglob(".ckpt"))
     assert whole(tmp_path / "out") == [2, 4, 6]
+
+
+class FormatsChecked(TrainerCallback):
+    """Whether the formats were checked when training began."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.checks = [check.cache_info().misses for check in CHECKS]
+
+
+CHECKS = (self_check.torch_zip, self_check.safetensors_file)
+
+
+def test_no_save_call_pays_for_the_check_of_the_formats(tmp_path: Path) -> None:
+    for check in CHECKS:
+        check.cache_clear()
+    seen = FormatsChecked()
+    runs.decorated(tmp_path, callbacks=[seen], max_steps=2).train()
+    assert seen.checks == [1, 1]
+    assert [check.cache_info().misses for check in CHECKS] == [1, 1]

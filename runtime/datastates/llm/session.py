@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from datastates.engine import PendingFile
-from datastates.formats import intercept
+from datastates.formats import intercept, self_check
 from datastates.llm import fingerprint, fsdp, host_cache, log, meetings, nodes, ranks, resume, space, trouble
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
@@ -111,6 +111,7 @@ class Session:
         except OSError as error:
             return str(error)
         intercept.install()
+        self_check.run(sharded=bool(self._trainer.is_fsdp_enabled))
         self._journal.event(
             "hooked",
             rank=self._ranks.rank,
