@@ -262,6 +262,18 @@ def test_saving_on_the_main_process_alone_waits_for_nobody(
     assert len(told(training, "ranks 1 do not save here")) == 1
 
 
+def test_ranks_whose_accelerators_believe_to_be_alone_do_not_write_over_each_other(tmp_path: Path) -> None:
+    training = Training(job(tmp_path, way="accelerate", shard="misled", resume=False), 2)
+    training.finish()
+    for step in (2, 4, 6, 8):
+        assert whole(tmp_path / f"ours/step_{step}")
+    assert len(told(training, "believes to be alone")) == 1
+    votes = [json.loads((tmp_path / f"ours/step_8/.ckpt/rank-{rank}.json").read_text()) for rank in (0, 1)]
+    files = [{file["path"] for file in vote["files"]} for vote in votes]
+    assert files[0] & files[1] == set()
+    assert files[1] == {"pytorch_model/zero_pp_rank_1_mp_rank_00_optim_states.pt"}
+
+
 def test_automatic_naming_keeps_what_total_limit_says_and_resumes_from_the_newest_whole_one(
     stock: dict[str, Training], tmp_path: Path
 ) -> None:
@@ -333,7 +345,9 @@ def test_two_trainings_do_not_save_into_one_directory(tmp_path: Path) -> None:
 # -- the real command ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["deepspeed", "accelerate, one process"])
+@pytest.mark.parametrize(
+    "way", ["deepspeed", pytest.param("accelerate, one process", marks=pytest.mark.campaign)]
+)
 def test_under_ckpt_run_the_hook_finds_the_loop_by_itself(
     way: str, stock: dict[str, Training], tmp_path: Path
 ) -> None:

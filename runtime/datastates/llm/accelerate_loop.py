@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from datastates.engine import crc32
 from datastates.llm import log, loop
 from datastates.llm.ranks import Ranks
@@ -57,6 +59,13 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
             loop.tell_once(_ranks(accelerator), f"{obstacle}: accelerate saves by itself")
         return original(accelerator, *args, **kwargs)
     ranks, config = _ranks(accelerator), accelerator.project_configuration
+    misled = ranks.size != accelerator.num_processes
+    if misled:
+        loop.tell_once(
+            ranks,
+            f"{ranks.size} ranks are running, but the accelerator of each believes to be alone: they would write the same files. Only "
+            "rank 0 saves, and each rank its part of what DeepSpeed has spread over them",
+        )
     automatic, limit, iteration = config.automatic_checkpoint_naming, config.total_limit, config.iteration
     sharded = _is_sharded(accelerator)
     call = loop.Call(
@@ -68,7 +77,7 @@ def save_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         accelerator._models,
         exclusive=automatic,
         made_by_stock=automatic,
-        shared_by_all=lambda name: not sharded and _SHARED_NAMES.fullmatch(name) is not None,
+        shared_by_all=_is_of_one_rank if misled else lambda name: not sharded and _is_shared(name),
         voters=None if sharded or ranks.size == 1 else _participants(ranks, _line_of_script()),
         after_commit=lambda: _rotate(place, limit) if automatic and limit else None,
     )
@@ -273,9 +282,24 @@ def _obstacle(accelerator: Any) -> str:
 
 
 def _ranks(accelerator: Any) -> Ranks:
-    size = int(accelerator.num_processes)
+    """As the accelerator counts; or as DeepSpeed does, where accelerate has found no way to let CPU ranks speak."""
+    size, rank = int(accelerator.num_processes), int(accelerator.process_index)
+    local_rank = int(accelerator.local_process_index)
+    sharded = getattr(accelerator.distributed_type, "name", "") == "DEEPSPEED"
+    if size == 1 and sharded and dist.is_available() and dist.is_initialized():
+        size, rank = dist.get_world_size(), dist.get_rank()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = min(size, max(int(os.environ.get("LOCAL_WORLD_SIZE", size)), 1))
-    return Ranks(int(accelerator.process_index), size, int(accelerator.local_process_index), local_size)
+    return Ranks(rank, size, local_rank, local_size)
+
+
+def _is_shared(name: str) -> bool:
+    return _SHARED_NAMES.fullmatch(name) is not None
+
+
+def _is_of_one_rank(name: str) -> bool:
+    """Whether a file of that name is no part of what DeepSpeed spreads over the ranks."""
+    return not name.endswith("_states.pt")
 
 
 def _bound(

@@ -81,7 +81,9 @@ def load_checkpoint(original: Callable[..., Any], engine: Any, *args: Any, **kwa
     """
     settings = loop.settings_for(engine)
     given = _bound(original, engine, args, kwargs)
-    if settings is None or not isinstance(given["load_dir"], (str, os.PathLike)):
+    # A universal checkpoint is made by DeepSpeed's tool, has a pointer of its own, and was never saved by us.
+    universal = given["tag"] is None and engine.load_universal_checkpoint()
+    if settings is None or universal or not isinstance(given["load_dir"], (str, os.PathLike)):
         return original(engine, *args, **kwargs)
     loop.wait_for_readers()
     root, ranks = _root(given["load_dir"]), _ranks()

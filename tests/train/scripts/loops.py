@@ -29,7 +29,7 @@ class Job:
     """What to train; every field has a JSON form.
 
     ``way``: deepspeed or accelerate. ``hooked``: as under ckpt-run; False: as that tool itself saves; "script": the script asks for it.
-    ``shard``: by what accelerate shards, deepspeed or fsdp. ``name``: of each checkpoint, with
+    ``shard``: by what accelerate shards, deepspeed or fsdp; misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``resume``: load the newest checkpoint first, if there is one;
     a text names it. ``settings``: environment variables.
@@ -118,7 +118,7 @@ def decorate(job: Job, **owner: Any) -> None:
 
 
 def deepspeed_loop(job: Job, log: Log) -> None:
-    sharding.prepare({"deepspeed": True})
+    sharding.prepare({"deepspeed": sharding.ZERO})
     import deepspeed
 
     rank = int(os.environ.get("RANK", "0"))
@@ -157,8 +157,8 @@ def deepspeed_loop(job: Job, log: Log) -> None:
 
 def sharded(job: Job) -> dict[str, Any]:
     """What an Accelerator is given in order to shard; with the patches that it needs on CPU ranks."""
-    if job.shard == "deepspeed":
-        sharding.prepare({"deepspeed": True})
+    if job.shard in ("deepspeed", "misled"):
+        sharding.prepare({"deepspeed": {} if job.shard == "misled" else sharding.ZERO})
         from accelerate import DeepSpeedPlugin
 
         config = {**sharding.ZERO, "train_micro_batch_size_per_gpu": 4, "zero_optimization": job.zero}
