@@ -7,7 +7,9 @@ Their training arguments are for GPUs, or say ``use_cpu``, which switches DeepSp
 from __future__ import annotations
 
 import functools
+import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +38,9 @@ def _arguments(original: Any, args: Any) -> None:
     import sharding
 
     args.use_cpu = not args.deepspeed
-    sharding.prepare({"deepspeed": args.deepspeed, "bf16": args.bf16} if args.deepspeed else {})
+    if args.deepspeed:
+        configuration = json.loads(Path(args.deepspeed).read_text())
+        sharding.prepare({"deepspeed": configuration, "bf16": args.bf16})
     original(args)
     # As the patches ask for it; `accelerate launch` tells it to the environment alone.
     fsdp = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"

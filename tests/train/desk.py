@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 import processes
 import pyarrow
 import pyarrow.parquet
+import pytest
 import sharding
 import tiny
+import transformers
 from as_is import Script
 from processes import SCRIPTS, Training
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -31,6 +34,13 @@ configs:
 TEMPLATES = Path(__file__).parents[2] / "templates"
 FSDP_CONFIG = str(TEMPLATES / "fsdp_config.yaml")
 ZERO_2 = {**sharding.ZERO, "zero_optimization": {"stage": 2}}
+NEEDS_DEEPSPEED = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
+NEEDS_FSDP = pytest.mark.skipif(
+    transformers.__version__ < "5",
+    reason="before transformers 5 a Trainer refuses FSDP where there is no accelerator",
+)
 WORDS = ["<unk>", "</s>", *(f"word{number}" for number in range(126))]
 
 

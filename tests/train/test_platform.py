@@ -19,7 +19,6 @@ What that platform's documentation promises, by the numbers of its lines, and wh
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -34,13 +33,14 @@ import processes
 import pytest
 import runs
 import tiny
-from desk import FSDP_CONFIG, ZERO_2, Desk, fsdp_environment, succeed
+from desk import FSDP_CONFIG, NEEDS_DEEPSPEED, NEEDS_FSDP, ZERO_2, Desk, fsdp_environment, succeed
 from packaging.version import Version
 from processes import SCRIPTS, Job
 from transformers import AutoModelForCausalLM
 from waiting import until
 
 SCRIPT = str(SCRIPTS / "spot_train.py")
+CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 BIN = Path(sysconfig.get_path("scripts"))
 START = 240.0  # seconds that a launcher may take
 STEPS = 40
@@ -130,20 +130,15 @@ def under_pythonpath(desk: Desk, form: Form, output_dir: Path) -> subprocess.Pop
     )
 
 
-def slow(name: str, start: Callable[..., object]) -> object:
-    """Each launcher runs in the usual suite once."""
-    return pytest.param(name, start, marks=pytest.mark.campaign)
-
-
 @pytest.mark.parametrize(
     ("name", "start"),
     [
         ("python", under_ckpt_run),
         ("python", under_pythonpath),
-        ("deepspeed", under_ckpt_run),
-        slow("deepspeed", under_pythonpath),
-        ("accelerate", under_ckpt_run),
-        slow("accelerate", under_pythonpath),
+        pytest.param("deepspeed", under_ckpt_run, marks=NEEDS_DEEPSPEED),
+        pytest.param("deepspeed", under_pythonpath, marks=[NEEDS_DEEPSPEED, pytest.mark.campaign]),
+        pytest.param("accelerate", under_ckpt_run, marks=NEEDS_FSDP),
+        pytest.param("accelerate", under_pythonpath, marks=[NEEDS_FSDP, pytest.mark.campaign]),
     ],
 )
 def test_the_platforms_script_is_killed_relaunched_and_ends_as_under_stock_trainer(
@@ -229,9 +224,10 @@ PLATFORM = {
 """What touches a checkpoint; no part of this project uses torchvision or cuda-bindings."""
 
 
-@pytest.mark.parametrize("package", PLATFORM)
-def test_the_tests_run_with_the_platforms_versions_or_newer(package: str) -> None:
-    assert Version(importlib.metadata.version(package)) >= Version(PLATFORM[package])
+def test_the_tests_run_with_the_platforms_versions_or_newer() -> None:
+    lines = CONSTRAINTS.read_text().splitlines()
+    pinned = dict(line.partition(";")[0].split("==") for line in lines if "==" in line.partition(";")[0])
+    assert [name for name in PLATFORM if Version(pinned[name]) < Version(PLATFORM[name])] == []
 
 
 def test_resume_with_nothing_there_says_the_line_in_both_forms_under_the_launcher(tmp_path: Path) -> None:

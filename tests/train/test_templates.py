@@ -12,7 +12,7 @@ import checkpoints
 import processes
 import pytest
 import runs
-from desk import TEMPLATES, Desk, fsdp_environment, succeed
+from desk import NEEDS_DEEPSPEED, NEEDS_FSDP, TEMPLATES, Desk, fsdp_environment, succeed
 from waiting import until
 
 SCRIPTS = ("spot_train.py", "on_demand_train.py", "on_demand_resume.py")
@@ -70,7 +70,10 @@ def test_on_demand_starts_over_and_its_second_half_carries_on(desk: Desk) -> Non
     assert checkpoints.whole(output_dir) == [4, 6, 8], "save_total_limit is 3"
 
 
-@pytest.mark.parametrize("configuration", SHARDED)
+@pytest.mark.parametrize(
+    "configuration",
+    [pytest.param(name, marks=NEEDS_FSDP if name.endswith(".yaml") else NEEDS_DEEPSPEED) for name in SHARDED],
+)
 def test_each_configuration_shards_over_two_ranks_and_carries_on(configuration: str, desk: Desk) -> None:
     out = configuration.partition(".")[0]
     words: tuple[str, ...] = ("--deepspeed", str(TEMPLATES / configuration))
