@@ -71,6 +71,9 @@ def prepare(arguments: dict[str, Any]) -> None:
             "MASTER_PORT": "0",
         }
         os.environ.update(alone)
+    os.environ.update(
+        CROSS_RANK="0", CROSS_SIZE="1"
+    )  # as its own launcher does; some writers of checkpoints ask
     if int(os.environ["WORLD_SIZE"]) > 1 and "train_batch_size" in arguments["deepspeed"]:
         # accelerate has no backend for CPU ranks unless cpu=True, which disables DeepSpeed; each rank would believe to be alone.
         PartialState._prepare_backend = lambda self, *args, **kwargs: ("gloo", DistributedType.MULTI_CPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 import shutil
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import checkpoints
 import pytest
 import runs
+import torch
 from processes import Job, Training, lines, losses
 from sharding import zero
 from test_exact import exactly_resumed
@@ -58,6 +60,16 @@ MODES = {
     "stage 3 overwritten": Mode(zero(3), shards(), "overwriting"),
     "experts": Mode(OWN, {"global_step4/layer_0_expert_1_mp_rank_00_model_states.pt"}, "experts"),
 }
+SELDOM = {
+    "stage 1",
+    "stage 2",
+    "stage 2 offloaded",
+    "stage 2 with own optimizer and scheduler",
+    "stage 3 offloaded",
+    "stage 3 with an adapter",
+}
+"""Close relatives of other modes: trained in the campaign only."""
+EACH = [pytest.param(mode, marks=[pytest.mark.campaign] if mode in SELDOM else []) for mode in MODES]
 STEPS = (2, 4)
 
 
@@ -109,7 +121,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     return train
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH)
 def test_every_file_is_byte_for_byte_what_stock_code_writes(
     mode: str, trained: Callable[[str], Pair]
 ) -> None:
@@ -121,7 +133,7 @@ def test_every_file_is_byte_for_byte_what_stock_code_writes(
     assert MODES[mode].files <= expected.keys()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH)
 def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Callable[[str], Pair]) -> None:
     for rank in (0, 1):
         last = trained(mode).last_line(rank)
@@ -130,7 +142,7 @@ def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Call
 
 
 @pytest.mark.parametrize("through", ["in place", "data"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_weight_changed_between_save_and_step_costs_one_checkpoint_and_is_copied_at_once_from_then_on(
     stage: int, through: str, tmp_path: Path
 ) -> None:
@@ -192,7 +204,9 @@ BEST = {
 }
 
 
-@pytest.mark.parametrize("mode", ["stage 2", "stage 3", "stage 3 gathered in bf16"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("stage 2", marks=pytest.mark.campaign), "stage 3", "stage 3 gathered in bf16"]
+)
 def test_wherever_a_rank_fails_at_the_disk_the_other_goes_on_and_one_checkpoint_is_lost(
     mode: str, tmp_path: Path
 ) -> None:
@@ -217,3 +231,79 @@ def test_wherever_a_rank_fails_at_the_disk_the_other_goes_on_and_one_checkpoint_
     for rank in (0, 1):
         told = [line for line in training.text(rank).splitlines() if "[ERROR]" in line]
         assert len(told) == len(FAILURES), told
+
+
+# -- what DeepSpeed writes by other means ----------------------------------------------------------------------------------
+
+
+def _tensors(nested: Any) -> list[torch.Tensor]:
+    if isinstance(nested, torch.Tensor):
+        return [nested]
+    items = nested.values() if isinstance(nested, dict) else nested if isinstance(nested, list) else ()
+    return [tensor for item in items for tensor in _tensors(item)]
+
+
+def told(training: Training, what: str) -> list[str]:
+    return [line for line in training.text().splitlines() if "[WARNING]" in line and what in line]
+
+
+def test_the_legacy_format_is_written_at_once_and_committed_with_the_rest(tmp_path: Path) -> None:
+    legacy = {**zero(2, {"checkpoint": {"checkpoint_serialization": False}}), "max_steps": 4, "save_steps": 2}
+    stock = job(tmp_path, "stage 2", decorated=False, log=str(tmp_path / "stock"), arguments=legacy)
+    Training(stock, 2).finish()
+    shutil.move(tmp_path / "out", tmp_path / "by-stock")
+    training = Training(job(tmp_path, "stage 2", late=True, arguments=legacy), 2)
+    training.finish()
+    assert checkpoints.whole(tmp_path / "out") == list(STEPS)
+    stock_files, files = tmp_path / "by-stock" / "checkpoint-4", runs.checkpoint(tmp_path / "out", 4)
+    assert checkpoints.tree(files).keys() == checkpoints.tree(stock_files).keys()
+    # The format has memory addresses in it, so bytes cannot be compared.
+    for name in (*sorted(shards()), "global_step4/mp_rank_00_model_states.pt"):
+        expected, found = (torch.load(path / name, weights_only=False) for path in (stock_files, files))
+        for part in ("module", "optimizer_state_dict"):
+            assert checkpoints.same(_tensors(found.get(part)), _tensors(expected.get(part))), name
+    [line] = told(training, "checkpoint_serialization")
+    assert "DeepSpeed's state is saved synchronously" in line
+    assert "leave it out to save concurrently" in line
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_a_writer_of_deepspeeds_own_is_left_out_told_once_and_resumed_from(
+    decoupled: bool, tmp_path: Path
+) -> None:
+    writer = {"type": "python", "decoupled": decoupled, "data_parallel": "replica"}
+    own = zero(3, {"checkpoint": {"writer": writer}})
+    plain = job(tmp_path, "stage 3", decorated=False, log=str(tmp_path / "stock"))
+    plain.arguments.update(max_steps=6, save_strategy="no")
+    Training(plain, 2).finish()
+    ours = job(
+        tmp_path, "stage 3", arguments={**own, "max_steps": 6, "save_steps": 2}, faults=[LEAVE], orderly=True
+    )
+    assert Training(ours, 2).join() == [-9, -9]
+    assert checkpoints.whole(tmp_path / "out") == [2, 4]
+    ours.faults = []
+    ours.resume = True
+    training = Training(ours, 2)
+    training.finish()
+    assert dict(losses(ours)) == dict(losses(plain))
+    [first, second] = told(training, "is left out")
+    assert ("DecoupledCheckpointEngine" if decoupled else "FastCheckpointEngine") in first
+    assert "take it out of the DeepSpeed configuration" in second
+
+
+LEAVE = {"at": "transformers.trainer:Trainer.training_step", "do": "kill", "nth": 6}
+
+
+def test_where_deepspeed_changes_memory_the_fence_stands_once_and_signatures_stay() -> None:
+    from datastates.llm import fence
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    names = ("_take_model_step", "load_checkpoint", "offload_states", "reload_states", "destroy")
+    stock = {name: inspect.unwrap(getattr(DeepSpeedEngine, name)) for name in names}
+    fence.install()
+    fenced = {name: getattr(DeepSpeedEngine, name) for name in names}
+    fence.install()
+    for name in names:
+        assert getattr(DeepSpeedEngine, name) is fenced[name]
+        assert fenced[name].__wrapped__ is stock[name]
+        assert inspect.signature(fenced[name]) == inspect.signature(stock[name])
