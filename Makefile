@@ -39,9 +39,9 @@ format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 sanitize: ## the engine's own tests under ThreadSanitizer and AddressSanitizer
 	csrc/tests/run_sanitizers.sh
 
-test-versions: $(STAMPS)/project ## the training tests with transformers 4.57 and with the newest
-	$(MAKE) --no-print-directory test-with NAME=tf457 TRANSFORMERS='transformers==4.57.*'
-	$(MAKE) --no-print-directory test-with NAME=newest TRANSFORMERS='transformers'
+test-versions: $(STAMPS)/project ## the training tests with transformers 4.57, and with the newest of everything
+	$(MAKE) --no-print-directory test-with NAME=tf457 PACKAGES='transformers==4.57.* accelerate==1.13.0 deepspeed==0.18.9'
+	$(MAKE) --no-print-directory test-with NAME=newest PACKAGES='transformers accelerate deepspeed'
 
 clean: ## remove what was built and installed here
 	rm -rf .venv .venv-* build dist demo-run .pytest_cache .mypy_cache .ruff_cache .hypothesis
@@ -77,15 +77,15 @@ $(STAMPS)/lint: constraints.txt | $(BIN)/python
 	$(PIP) -c constraints.txt ruff mypy clang-format
 	@touch $@
 
-# Another transformers in a venv of its own: .venv-$(NAME). The module built for .venv serves it, the Python is the same.
+# Other versions in a venv of their own: .venv-$(NAME). The module built for .venv serves it, the Python is the same.
 .PHONY: test-with
 test-with: OTHER = .venv-$(NAME)
 test-with:
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -vE '^(transformers|tokenizers|huggingface_hub|peft|datasets|deepspeed)==' constraints.txt > $(OTHER)/constraints.txt
+	grep -vE '^(transformers|accelerate|deepspeed|tokenizers|huggingface_hub|peft|datasets)==' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install -qq -c $(OTHER)/constraints.txt torch
 	$(OTHER)/bin/python -m pip install -qq -c $(OTHER)/constraints.txt setuptools scikit-build-core pybind11 cmake ninja
-	PATH="$(CURDIR)/$(OTHER)/bin:$$PATH" $(OTHER)/bin/python -m pip install -qq --upgrade -c $(OTHER)/constraints.txt \
-	  --no-build-isolation -e '.[test]' '$(TRANSFORMERS)'
-	$(OTHER)/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(torch|transformers|accelerate) '
-	$(OTHER)/bin/python -m pytest -n $(WORKERS) -m 'not campaign' tests/train
+	PATH="$(CURDIR)/$(OTHER)/bin:$$PATH" DS_BUILD_OPS=0 $(OTHER)/bin/python -m pip install -qq --upgrade \
+	  -c $(OTHER)/constraints.txt --no-build-isolation -e '.[test]' $(foreach package,$(PACKAGES),'$(package)')
+	$(OTHER)/bin/python -m pip list --disable-pip-version-check 2>/dev/null | grep -E '^(torch|transformers|accelerate|deepspeed) '
+	$(OTHER)/bin/python -m pytest -n $(WORKERS) --dist loadfile --timeout 900 -m 'not campaign' $(or $(TESTS),tests/train)
