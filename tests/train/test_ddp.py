@@ -220,7 +220,7 @@ def test_after_a_rank_died_between_save_and_commit_the_next_launch_resumes_from_
     at: str, rank: int, tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
 ) -> None:
     dies = {"at": f"datastates.store.commit:{at}", "do": "kill", "nth": 2, "rank": rank}
-    limits = {"commit_timeout": 2, "exit_timeout": 2}
+    limits = {"commit_timeout": 2, "exit_timeout": 30}  # rank 1 hears of it after twice commit_timeout
     training = Training(job(tmp_path, faults=[dies], settings=limits), 2)
     codes = training.join()
     assert (codes[rank], codes[1 - rank]) == (-9, 1)
