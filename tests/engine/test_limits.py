@@ -70,6 +70,23 @@ def test_the_machines_memory_is_known() -> None:
     assert memory_limit() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+ADDRESS_SPACE = """
+import re, resource
+from datastates.engine import memory_available, memory_limit
+GIB = 1 << 30
+used = int(re.search(r"VmSize:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+resource.setrlimit(resource.RLIMIT_AS, (used + GIB, resource.RLIM_INFINITY))
+assert GIB // 2 < memory_available() <= GIB, memory_available()
+assert memory_limit() == used + GIB
+"""
+
+
+def test_a_limit_of_the_address_space_is_one_of_memory() -> None:
+    """A cache that takes what is left of it would leave nothing to train with."""
+    result = run(ADDRESS_SPACE)
+    assert result.returncode == 0, result.stderr
+
+
 FLAT = """
 engine = Engine(4 * BLOCK, block_bytes=BLOCK)
 builder = memory_image(random_bytes(6 * BLOCK))

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -242,6 +243,19 @@ def test_a_document_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.Mo
     path.write_bytes(bytes(2 << 20))
     with pytest.raises(ManifestError, match="larger than 1 MiB"):
         manifest.read_manifest(path)
+
+
+def test_reading_a_document_takes_memory_for_that_document_alone(tmp_path: Path) -> None:
+    """Where memory is limited, room for the largest document there may be cannot be had."""
+    path = tmp_path / "manifest.json"
+    path.write_bytes(a_manifest().encode())
+    tracemalloc.start()
+    try:
+        manifest.read_manifest(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_a_document_that_is_not_there_is_told_apart_from_one_that_cannot_be_read(tmp_path: Path) -> None:

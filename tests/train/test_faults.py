@@ -23,6 +23,7 @@ import runs
 import tiny
 from datastates.store import commit, durable
 from datastates.store.layout import Root
+from datastates.store.runrecord import RunRecord
 from processes import SCRIPTS, Job, Training
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Trainer, TrainerCallback
@@ -177,6 +178,42 @@ def test_a_limit_of_the_file_size_costs_checkpoints_only(tmp_path: Path) -> None
     assert checkpoints.whole(tmp_path / "out") == [2, 6, 8]
     [line] = [line for line in training.text().splitlines() if "[ERROR]" in line and "checkpoint-4 " in line]
     assert "File too large" in line
+
+
+@pytest.mark.parametrize(
+    "ours", ["datastates.llm.host_cache:engine", "datastates.store.journal:Journal.__init__"]
+)
+def test_where_trainer_saves_by_itself_it_is_known_that_training_has_finished(
+    tmp_path: Path, ours: str
+) -> None:
+    job = Job(
+        output_dir=str(tmp_path / "out"),
+        log=str(tmp_path / "log"),
+        resume=None,
+        faults=[{"at": ours, "do": "ENOMEM"}],
+    )
+    training = Training(job)
+    training.finish()
+    assert "is off for this training" in training.text()
+    record = RunRecord.read(Root.of(tmp_path / "out"))
+    assert record is not None
+    assert (record.state, record.step) == ("finished", 8)
+
+
+def test_where_trainer_saves_by_itself_another_trainings_record_is_left_alone(tmp_path: Path) -> None:
+    first = runs.decorated(tmp_path, max_steps=4)
+    seen = []
+
+    class Second(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                job = Job(output_dir=str(tmp_path), log=str(tmp_path / "log"), resume=False)
+                Training(job).finish()
+                seen.append(RunRecord.read(Root.of(tmp_path)))
+
+    first.add_callback(Second())
+    first.train()
+    assert [record.state for record in seen] == ["running"]
 
 
 # -- broken -------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,20 @@ def test_less_memory_than_the_engine_can_work_with_is_refused_in_the_log(
     runs.decorated(tmp_path, {"host_cache_size": 1e-6}, max_steps=2).train()
     [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert "host_cache_size=1e-06 GiB is refused" in error
+    assert checkpoints.whole(tmp_path) == [2]
+
+
+def test_more_memory_than_a_limit_of_the_process_leaves_is_refused_in_the_log(
+    no_engine: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (GIB // 8, before[1]))  # the cache is a file without a name
+    try:
+        runs.decorated(tmp_path, {"host_cache_size": 0.25}, max_steps=2).train()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    [error] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert "host_cache_size=0.25 GiB is refused" in error
     assert checkpoints.whole(tmp_path) == [2]
 
 

@@ -1,20 +1,21 @@
-"""How much memory this process may use: what the machine has, or what its control groups leave of it."""
+"""How much memory this process may use: what the machine has, or what its control groups and its own limits leave of it."""
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def memory_limit() -> int:
-    """Bytes of memory that this process can have at most: the machine's, or the smallest limit of its control groups."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _cgroups())])
+    """Bytes of memory that this process can have at most: the machine's, or the smallest limit that is set to it."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _limits())])
 
 
 def memory_available() -> int:
     """Bytes of memory that this process could take now without pushing anything out of memory."""
-    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _cgroups())]))
+    return max(0, min([_meminfo("MemAvailable"), *(limit - used for limit, used in _limits())]))
 
 
 def _meminfo(key: str) -> int:
@@ -23,6 +24,19 @@ def _meminfo(key: str) -> int:
         if name == key:
             return int(value.split()[0]) * 1024
     raise OSError(f"/proc/meminfo has no {key}")
+
+
+def _limits() -> list[tuple[int, int]]:
+    """Limit and use, in bytes, of everything that limits the memory of this process."""
+    return [*_cgroups(), *_address_space()]
+
+
+def _address_space() -> list[tuple[int, int]]:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return []
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return [(limit, pages * resource.getpagesize())]
 
 
 def _cgroups() -> list[tuple[int, int]]:

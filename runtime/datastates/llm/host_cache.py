@@ -48,7 +48,7 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
     if settings.host_cache_size is not None:
         try:
             return _sized(int(settings.host_cache_size * GIB), settings)
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             logger.error(
                 "%s host_cache_size=%g GiB is refused: %s. Set a smaller host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
                 log.PREFIX,

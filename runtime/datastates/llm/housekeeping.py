@@ -13,7 +13,6 @@ from datastates.llm.save import Save
 from datastates.settings import Settings
 from datastates.store import retention
 from datastates.store.catalog import Catalog
-from datastates.store.journal import Journal
 from datastates.store.layout import Root
 from datastates.store.manifest import ManifestError
 from datastates.store.runrecord import RunRecord
@@ -31,15 +30,12 @@ class Housekeeping:
         leads: whether this rank keeps the record.
     """
 
-    def __init__(
-        self, trainer: Any, settings: Settings, leads: bool, plan: Plan, root: Root, journal: Journal
-    ) -> None:
+    def __init__(self, trainer: Any, settings: Settings, leads: bool, plan: Plan, root: Root) -> None:
         self._trainer = trainer
         self._settings = settings
         self._leads = leads
         self._plan = plan
         self._root = root
-        self._journal = journal
         self._committed = {plan.resume_step} if plan.resume_step else set()
         self._everywhere: int | None = None
         self._record_lock = threading.Lock()
@@ -89,26 +85,24 @@ class Housekeeping:
 
     def begin_lineage(self, plan: Plan) -> None:
         """The rest of this ``train()`` call belongs to the lineage and the attempt of ``plan``."""
-        self._plan = plan
-        self._committed = {plan.resume_step} if plan.resume_step else set()
 
         def renamed(record: RunRecord) -> RunRecord:
             mine = replace(record.lineages[plan.ordinal], id=plan.lineage)
             return replace(record, attempt=plan.attempt).with_lineage(plan.ordinal, mine)
 
         self._update_record(renamed)
+        self._plan = plan
+        self._committed = {plan.resume_step} if plan.resume_step else set()
 
     def end(self, error: BaseException | None) -> None:
         """``train()`` returned, or raised ``error``: the marker by which a later launch knows whether the run finished."""
         step = self._trainer.state.global_step
         if error is None:
-            self._journal.event("finish", step=step)
             self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
         elif isinstance(error, KeyboardInterrupt):
             # Somebody stopped it, nothing failed: when the process is gone the run shows as interrupted.
             self._update_record(lambda record: record.at_step(step))
         else:
-            self._journal.event("error", text=f"{type(error).__name__}: {error}")
             self._update_record(lambda record: record.at_step(step).failed())
 
     def _update_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
@@ -117,7 +111,7 @@ class Housekeeping:
         try:
             with self._record_lock:
                 record = RunRecord.read(self._root)
-                if record is not None:
+                if record is not None and record.attempt == self._plan.attempt:  # or it is another training's
                     change(record).write(self._root)
         except (OSError, ManifestError, KeyError) as trouble:
             logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)

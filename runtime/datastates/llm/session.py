@@ -51,6 +51,7 @@ class Session:
         self._space_told = False
         self._leads = place.leads
         self._saver: Saver | None = None
+        self._housekeeping = Housekeeping(trainer, settings, place.leads, plan, self._root)
         self.running = True
         self.active = False
         if place.bystander:
@@ -125,9 +126,6 @@ class Session:
             ordinal=self._plan.ordinal,
             resume_step=self._plan.resume_step,
             max_steps=self._trainer.args.max_steps,
-        )
-        self._housekeeping = Housekeeping(
-            self._trainer, self._settings, self._leads, self._plan, self._root, self._journal
         )
         self._committer = Committer(
             self._settings,
@@ -346,8 +344,13 @@ class Session:
         if self.active:
             self.wait_for_all()
             self.active = False
-            self._housekeeping.end(error)
+            if error is None:
+                self._journal.event("finish", step=self._trainer.state.global_step)
+            elif not isinstance(error, KeyboardInterrupt):
+                self._journal.event("error", text=f"{type(error).__name__}: {error}")
             self._journal.close()
+        if not self._ranks.bystander:
+            self._housekeeping.end(error)  # also where Trainer has saved by itself: the next launch asks
         occupant.leave(self._root)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -94,7 +95,8 @@ def read_bytes(file: Path) -> bytes:
     """
     try:
         with open_regular(file) as stream:
-            data = stream.read(MAX_BYTES + 1)
+            size = os.fstat(stream.fileno()).st_size  # not more room than it needs: there may be little
+            data = stream.read(min(size, MAX_BYTES) + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{file}: No such file") from None
     except OSError as error:
