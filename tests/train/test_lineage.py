@@ -425,6 +425,15 @@ def test_a_trainer_that_trains_inside_anothers_step_keeps_its_checkpoints_apart(
         assert weights[0] == weights[1], step
 
 
+def test_a_training_around_another_in_one_directory_is_known_to_have_finished(tmp_path: Path) -> None:
+    inner = runs.decorated(tmp_path, model=tiny.llama(hidden_size=64), max_steps=1, save_strategy="no")
+    runs.decorated(tmp_path, callbacks=[TrainsAnother(inner, 2)]).train()
+    record = RunRecord.read(Root.of(tmp_path))
+    assert record is not None
+    assert [lineage.state for lineage in record.lineages.values()] == ["finished", "finished"]
+    assert record.state == "finished"
+
+
 def test_two_trainers_alive_at_once_save_where_each_belongs(tmp_path: Path) -> None:
     trainers = [
         runs.decorated(tmp_path / name, model=tiny.llama(seed=seed)) for seed, name in enumerate("ab")

@@ -111,7 +111,12 @@ class Housekeeping:
         try:
             with self._record_lock:
                 record = RunRecord.read(self._root)
-                if record is not None and record.attempt == self._plan.attempt:  # or it is another training's
+                if record is not None and self._is_in(record):
                     change(record).write(self._root)
         except (OSError, ManifestError, KeyError) as trouble:
             logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
+
+    def _is_in(self, record: RunRecord) -> bool:
+        """Where we cannot save, it is another training's record. The attempt alone does not tell: one training may run inside another."""
+        lineage = record.lineages.get(self._plan.ordinal)
+        return lineage is not None and lineage.id == self._plan.lineage
