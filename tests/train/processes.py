@@ -24,8 +24,8 @@ from typing import Any
 import psutil
 
 SCRIPTS = Path(__file__).parent / "scripts"
-PATIENCE = 120.0
-"""Seconds after which a process that should have ended counts as hung."""
+PATIENCE = 240.0
+"""Seconds after which a process that should have ended counts as hung. DeepSpeed's first training in an environment builds a kernel."""
 
 sys.path.insert(0, str(SCRIPTS))
 
