@@ -12,6 +12,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ import tiny
 import torch
 from accelerate.state import GradientState
 from datastates.llm import resume
+from datastates.store import commit
 from datastates.store.layout import Root
 from datastates.store.runrecord import RunRecord
 from processes import PATIENCE, SCRIPTS
@@ -407,6 +409,16 @@ class TrainsAnother(TrainerCallback):
             self.other.train()
 
 
+class Ends(TrainerCallback):
+    """Sets ``event`` when its training has ended."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self.event = event
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.event.set()
+
+
 def test_a_trainer_that_trains_inside_anothers_step_keeps_its_checkpoints_apart(tmp_path: Path) -> None:
     alone = runs.decorated(tmp_path / "alone", model=tiny.llama(attention_dropout=0.0))
     alone.train()
@@ -432,6 +444,20 @@ def test_a_training_around_another_in_one_directory_is_known_to_have_finished(tm
     assert record is not None
     assert [lineage.state for lineage in record.lineages.values()] == ["finished", "finished"]
     assert record.state == "finished"
+
+
+def test_a_training_that_begins_inside_another_in_its_directory_leaves_what_is_in_flight_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = runs.decorated(tmp_path, model=tiny.llama(hidden_size=64), max_steps=1, save_strategy="no")
+    outer = runs.decorated(tmp_path, callbacks=[TrainsAnother(inner, 2)])
+    inner_is_over, publish = threading.Event(), commit.publish
+    inner.add_callback(Ends(inner_is_over))
+    monkeypatch.setattr(
+        commit, "publish", lambda *args, **how: (inner_is_over.wait(60), publish(*args, **how))
+    )
+    outer.train()
+    assert runs.committed(tmp_path) == [2, 4, 6, 8]
 
 
 def test_two_trainers_alive_at_once_save_where_each_belongs(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,10 @@ import tiny
 import torch
 from datastates.llm import DecoratedCheckpointing, resume
 from datastates.llm.fence import FENCE
+from datastates.store import commit
 from datastates.store.catalog import Catalog
 from datastates.store.layout import Root
+from datastates.store.runrecord import RunRecord
 from transformers import Trainer, TrainerCallback
 
 OCCUPANT = """
@@ -150,6 +156,108 @@ def test_a_forked_child_passes_the_fence_of_its_parent(tmp_path: Path, late: Any
     DecoratedCheckpointing({"trainer": trainer}, -1)
     trainer.train()
     assert set(Forking.exit_codes) == {7}
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+class Forks(TrainerCallback):
+    """Forks in the middle of training, with what was saved not committed yet. The child goes on as ``child`` says, the parent waits for it."""
+
+    def __init__(self, child: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.child = child
+        self.exit_code: int | None = None
+        self.record: RunRecord | None = None
+        self._waited = threading.Event()
+        publish = commit.publish
+        monkeypatch.setattr(
+            commit, "publish", lambda *args, **how: (self._waited.wait(100), publish(*args, **how))
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 3 or self.exit_code is not None:
+            return
+        child = os.fork()
+        if child == 0:
+            self.exit_code = 0
+            self.child()
+            return
+        self.exit_code = ended(child)
+        self.record = RunRecord.read(Root.of(Path(args.output_dir)))
+        self._waited.set()
+
+
+def ended(child: int) -> int:
+    """The exit code of a forked child, -9 when it has not ended by itself."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def train_on_both_sides(trainer: Trainer) -> None:
+    """The child ends with exit code 7 if ``train()`` returned or raised :class:`LeavesError`."""
+    parent = os.getpid()
+    try:
+        with contextlib.suppress(LeavesError):
+            trainer.train()
+        if os.getpid() != parent:
+            os._exit(7)
+    finally:
+        if os.getpid() != parent:
+            os._exit(8)
+
+
+class LeavesError(Exception):
+    """Raised by a child that has no more to do."""
+
+
+def leave() -> None:
+    raise LeavesError
+
+
+@pytest.mark.parametrize("child", [leave, lambda: None], ids=["leaves", "goes on"])
+def test_a_child_forked_during_training_neither_waits_nor_saves_nor_ends_the_run(
+    child: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads that save are its parent's, and so are the directory and the record."""
+    forks = Forks(child, monkeypatch)
+    train_on_both_sides(decorated(tmp_path / "out", callbacks=[forks]))
+    assert forks.exit_code == 7
+    assert forks.record is not None
+    assert (forks.record.state, forks.record.step) == ("running", 0)
+    assert committed(tmp_path / "out") == [2, 4, 6, 8]
+    record = RunRecord.read(Root.of(tmp_path / "out"))
+    assert record is not None
+    assert record.state == "finished"
+
+
+def test_a_child_forked_after_a_training_saves_its_own(tmp_path: Path) -> None:
+    """As scripts do that train each fold of their data in a process of its own."""
+    decorated(tmp_path / "parent", max_steps=2).train()
+    child = os.fork()
+    if child == 0:
+        try:
+            decorated(tmp_path / "child", max_steps=4).train()
+        finally:
+            os._exit(0)
+    assert ended(child) == 0
+    assert committed(tmp_path / "child") == [2, 4]
+
+
+def test_a_child_forked_during_training_does_not_train_into_the_directory_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train() -> None:
+        decorated(tmp_path / "out", max_steps=1, save_steps=1).train()
+        raise LeavesError
+
+    forks = Forks(train, monkeypatch)
+    train_on_both_sides(decorated(tmp_path / "out", callbacks=[forks]))
+    assert forks.exit_code == 7
+    assert (tmp_path / "out" / "checkpoint-1").is_dir()
     assert committed(tmp_path / "out") == [2, 4, 6, 8]
 
 

@@ -38,6 +38,15 @@ def engine(settings: Settings, ranks: Ranks) -> Engine:
         return _engine
 
 
+def _forget() -> None:
+    """In a forked child: the engine's threads are its parent's, and a lock may have been held by a thread that is not here."""
+    global _engine, _making
+    _engine, _making = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def _close(engine: Engine, process: int, timeout: float) -> None:
     """At the interpreter's exit; a forked child has no threads to wait for."""
     if os.getpid() == process:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
 logger = log.logger("datastates.llm.decorator")
 
 
+_changing_records = threading.Lock()
+"""One for all, since a training may run inside another in one directory."""
+
+
+def _forget() -> None:
+    """In a forked child the lock may have been held by a thread that is not here."""
+    global _changing_records
+    _changing_records = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 class Housekeeping:
     """Of one ``train()`` call. ``after_commit`` runs on the saves' threads, everything else on the main thread.
 
@@ -38,7 +52,6 @@ class Housekeeping:
         self._root = root
         self._committed = {plan.resume_step} if plan.resume_step else set()
         self._everywhere: int | None = None
-        self._record_lock = threading.Lock()
         self._cleaning = threading.Lock()
 
     def after_commit(self, save: Save) -> None:
@@ -109,7 +122,7 @@ class Housekeeping:
         if not self._leads:
             return
         try:
-            with self._record_lock:
+            with _changing_records:
                 record = RunRecord.read(self._root)
                 if record is not None and self._is_in(record):
                     change(record).write(self._root)

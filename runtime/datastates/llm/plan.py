@@ -99,8 +99,9 @@ def set_out(
     attempt = like.attempt if like else lineage.new_id()
     try:
         _occupy(place, siblings, take=settings.occupied == "take")
-        commit.sweep(place, attempt, spare=choice.path if choice else None)
-        last_word.forget(place)
+        if not occupant.shared(place):  # or it is not left over, but in flight
+            commit.sweep(place, attempt, spare=choice.path if choice else None)
+            last_word.forget(place)
         here = RunRecord.here(
             run_id=run_id,
             attempt=attempt,

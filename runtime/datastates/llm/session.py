@@ -7,6 +7,7 @@ the checkpoint to resume from, moves aside what was never committed, and tells t
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -51,9 +52,11 @@ class Session:
         self._space_told = False
         self._leads = place.leads
         self._saver: Saver | None = None
+        self._bystander = place.bystander
         self._housekeeping = Housekeeping(trainer, settings, place.leads, plan, self._root)
         self.running = True
         self.active = False
+        _sessions.add(self)
         if place.bystander:
             return
         obstacle = ranks.first(place, plan.trouble or nodes.unseen(place, plan, self._root) or self._open())
@@ -165,7 +168,7 @@ class Session:
     def save(self, original: Callable[[], None]) -> None:
         """Save concurrently what the original ``_save_checkpoint`` writes."""
         step = self._trainer.state.global_step
-        if self._ranks.bystander:
+        if self._bystander:
             return
         if not self.active:
             self._save_by_trainer(step, original)
@@ -349,9 +352,24 @@ class Session:
             elif not isinstance(error, KeyboardInterrupt):
                 self._journal.event("error", text=f"{type(error).__name__}: {error}")
             self._journal.close()
-        if not self._ranks.bystander:
+        if not self._bystander:
             self._housekeeping.end(error)  # also where Trainer has saved by itself: the next launch asks
         occupant.leave(self._root)
+
+    def leave_it_to_parent(self) -> None:
+        """In a forked child: the threads that save, the directory and the record are its parent's."""
+        self._saver, self.active, self._bystander = None, False, True
+
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _leave_to_parent() -> None:
+    for session in _sessions:
+        session.leave_it_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _identity(plan: Plan) -> Identity:

@@ -50,6 +50,7 @@ class _Hold:
 
 _held: dict[str, _Hold] = {}
 """By real path."""
+os.register_at_fork(after_in_child=_held.clear)  # the locks stay with the parent
 
 
 def occupy(root: Root, name: str, *, take: bool = False) -> str | None:
@@ -85,6 +86,12 @@ def occupy(root: Root, name: str, *, take: bool = False) -> str | None:
     if not locked:
         threading.Thread(target=hold.beat, name="occupant", daemon=True).start()
     return None
+
+
+def shared(root: Root) -> bool:
+    """Whether more than one training of this process has the root: one of them runs inside another."""
+    hold = _held.get(_path(root))
+    return hold is not None and hold.users > 1
 
 
 def leave(root: Root) -> None:
