@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from datastates.store.catalog import NOT_COMMITTED, Catalog, Checkpoint, verify
+from datastates.store.catalog import NOT_COMMITTED, Checkpoint, verify
 from datastates.store.layout import PRIVATE, step_of
+from datastates.store.loops import all_checkpoints
 from datastates.store.verify import FileVerdict
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -27,7 +28,7 @@ def show(path: Path) -> int:
     if step_of(path.name) is not None or (path / PRIVATE).is_dir():
         return _show_all([Checkpoint.load(path, step_of(path.name))], console, asked_for=True)
     root = root_at(path)
-    checkpoints = Catalog(root).checkpoints() if root else []
+    checkpoints = all_checkpoints(root) if root else []
     if not checkpoints:
         console.print(f"there is no checkpoint of ckpt-run in {path}")
         return DAMAGED

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from datastates.store.journal import Journal
-from datastates.store.layout import Root
+from datastates.store.layout import LOOP_HOME, Root
+from datastates.store.runrecord import RunRecord
 from launch_tools import CKPT_RUN, Sandbox, commit_checkpoint, finish
 from waiting import until
 
@@ -26,6 +27,16 @@ def train(output_dir: Path, run_id: str = "run1") -> None:
     journal.event("save", step=200, save=2, bytes=7, stall_s=0.014)
     journal.event("error", text="write /x: No space left on device")
     journal.close()
+
+
+def loop_directory(folder: Path) -> Path:
+    """Where a training loop with accelerate has saved, was started again, which counts anew, and has saved again."""
+    out = folder / "out"
+    out.mkdir()
+    for step, name in ((2, "before"), (0, "after")):
+        commit_checkpoint(folder / "trainer", step).rename(out / name)
+    RunRecord.here(run_id="run1", attempt="attempt1", output_dir=str(out)).write(Root(out, out / LOOP_HOME))
+    return out
 
 
 # --- status --------------------------------------------------------------------------------------------------------------
@@ -153,6 +164,12 @@ def test_status_does_not_import_torch(sandbox: Sandbox) -> None:
     assert not imported & {"torch", "transformers", "numpy"}
 
 
+def test_the_newest_of_a_training_loop_is_what_was_committed_last(sandbox: Sandbox) -> None:
+    loop_directory(sandbox.path)
+    newest = json.loads(sandbox.run("status", "out", "--json").stdout)["newest"]
+    assert newest["path"].endswith("out/after")
+
+
 # --- verify --------------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +182,15 @@ def test_whole_checkpoints_are_ok_file_by_file(sandbox: Sandbox) -> None:
     assert "2 files ok" in done.stdout
     assert sandbox.run("verify", str(newest)).stdout.splitlines()[-1] == "1 file ok"
     assert sandbox.run("verify", "out/concurrent_checkpoint").returncode == 0
+
+
+def test_all_checkpoints_of_a_training_loop_are_verified_by_its_directory(sandbox: Sandbox) -> None:
+    out = loop_directory(sandbox.path)
+    done = sandbox.run("verify", "out")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 files ok")
+    (out / "before/model.safetensors").unlink()
+    done = sandbox.run("verify", "out")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "1 file damaged or missing, 1 ok")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from datastates.store.catalog import Checkpoint
+from datastates.store.catalog import Catalog, Checkpoint
 from datastates.store.document import ManifestError
 from datastates.store.layout import LOOP_HOME, PRIVATE, Root
 from datastates.store.runrecord import RunRecord
@@ -25,6 +25,16 @@ def loop_root(directory: Path) -> Root | None:
     return None
 
 
+def all_checkpoints(root: Root) -> list[Checkpoint]:
+    """Every checkpoint of a root of either kind, committed or not, newest first.
+
+    A loop's are in the order of their commits: what counts them begins anew when a script with accelerate is started again.
+    """
+    if root.home is None:
+        return Catalog(root).checkpoints()
+    return sorted(loop_checkpoints(root), key=_committed_at, reverse=True)
+
+
 def loop_checkpoints(root: Root) -> list[Checkpoint]:
     """Every checkpoint of a root, committed or not, highest step first; of one step the one that was committed last."""
     folders = [*root.path.glob(f"*/{PRIVATE}"), *root.path.glob(f"*/*/{PRIVATE}")]
@@ -33,7 +43,11 @@ def loop_checkpoints(root: Root) -> list[Checkpoint]:
 
 
 def _order(checkpoint: Checkpoint) -> tuple[int, float]:
-    return checkpoint.step, checkpoint.manifest.created if checkpoint.manifest else 0.0
+    return checkpoint.step, _committed_at(checkpoint)
+
+
+def _committed_at(checkpoint: Checkpoint) -> float:
+    return checkpoint.manifest.created if checkpoint.manifest else 0.0
 
 
 def _told(parent: Path) -> Root | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from datastates.store.catalog import Catalog, Checkpoint
+from datastates.store.catalog import Checkpoint
 from datastates.store.document import ManifestError
 from datastates.store.journal import Event, read_events
 from datastates.store.layout import Root
-from datastates.store.loops import loop_checkpoints
+from datastates.store.loops import all_checkpoints
 from datastates.store.runrecord import RUNNING, RunRecord
 
 NONE = "none"
@@ -67,7 +67,7 @@ def summarize(root: Root) -> RunSummary:
     """
     record, problem = _record(root)
     events = _of_run(read_events(root), record)
-    checkpoints = loop_checkpoints(root) if root.home else Catalog(root).checkpoints()
+    checkpoints = all_checkpoints(root)
     committed = [checkpoint for checkpoint in checkpoints if checkpoint.committed]
     damaged = [
         f"{item.path.name}: {item.problem}"
