@@ -164,13 +164,19 @@ def test_a_name_that_never_was_committed_is_refused_and_the_newest_committed_one
             assert newest in training.text(rank)
 
 
-def test_where_latest_is_damaged_the_tag_before_is_loaded(stock: dict[str, Training], tmp_path: Path) -> None:
-    Training(job(tmp_path, steps=6), 2).finish()
-    assert (tmp_path / "ours/latest").read_text() == "step_6"
-    file = tmp_path / "ours/step_6/mp_rank_00_model_states.pt"
+def flip_a_bit(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damaged", ["mp_rank_00_model_states.pt", ".ckpt/manifest.json"])
+def test_where_latest_is_damaged_the_tag_before_is_loaded(
+    damaged: str, stock: dict[str, Training], tmp_path: Path
+) -> None:
+    Training(job(tmp_path, steps=6), 2).finish()
+    assert (tmp_path / "ours/latest").read_text() == "step_6"
+    flip_a_bit(tmp_path / "ours/step_6" / damaged)
     training = Training(job(tmp_path), 2)
     assert training.finish()["weights"] == lines(stock["deepspeed"].job)[-1]["weights"]
     assert resumed(training) == [0, 4]
@@ -287,6 +293,23 @@ def test_automatic_naming_keeps_what_total_limit_says_and_resumes_from_the_newes
     assert resumed(training) == [0, 6]
     assert sorted(os.listdir(folder)) == ["checkpoint_2", "checkpoint_3"]
     assert [whole(folder / name) for name in names(folder)] == [True, True]
+
+
+@pytest.mark.parametrize("damaged", ["optimizer.bin", ".ckpt/manifest.json"])
+def test_a_damaged_checkpoint_moves_aside_when_automatic_naming_comes_to_its_number_again(
+    damaged: str, stock: dict[str, Training], tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"way": "accelerate", "name": ""}
+    Training(job(tmp_path, steps=6, **how), 2).finish()
+    folder = tmp_path / "ours/checkpoints"
+    flip_a_bit(folder / "checkpoint_2" / damaged)
+    training = Training(job(tmp_path, **how), 2)
+    assert training.finish()["weights"] == lines(stock["accelerate, two ranks"].job)[-1]["weights"]
+    assert resumed(training) == [0, 4]
+    assert sorted(os.listdir(folder)) == [f"checkpoint_{number}" for number in range(4)]
+    assert all(whole(folder / name) for name in names(folder))
+    (aside,) = (tmp_path / "ours/.ckpt-run/.aside").iterdir()
+    assert not whole(aside)
 
 
 def test_total_limit_never_takes_the_only_committed_checkpoint(tmp_path: Path) -> None:

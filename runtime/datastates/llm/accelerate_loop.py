@@ -27,7 +27,7 @@ from datastates.llm.ranks import Ranks
 from datastates.llm.replaced import counted_calls
 from datastates.llm.words import Topic
 from datastates.store import staged
-from datastates.store.catalog import Checkpoint, damage
+from datastates.store.catalog import NOT_COMMITTED, Checkpoint, damage
 from datastates.store.commit import polls
 from datastates.store.layout import LOOP_HOME, PRIVATE, CheckpointDir, Root
 
@@ -217,8 +217,8 @@ def _choose(folder: Path) -> dict[str, Any]:
         for path in reversed(_numbered(folder)):
             staged.settle(path)
             found = Checkpoint.load(path)
-            unusable = "was never committed" if staged.uncommitted(path) else None
-            problem = unusable or (damage(found, crc32=crc32) if found.committed else None)
+            stock = found.problem == NOT_COMMITTED and not staged.uncommitted(path)
+            problem = None if stock else damage(found, crc32=crc32)
             if problem is None:
                 return {"path": str(path)}
             problems.append(f"{path} {problem}")

@@ -20,7 +20,7 @@ from datastates.llm.meetings import PutOff
 from datastates.llm.ranks import Ranks
 from datastates.llm.words import Topic
 from datastates.store import staged
-from datastates.store.catalog import Checkpoint, damage
+from datastates.store.catalog import NOT_COMMITTED, Checkpoint, damage
 from datastates.store.layout import LOOP_HOME, CheckpointDir, Root
 from datastates.store.loops import loop_checkpoints
 
@@ -117,7 +117,8 @@ def _choose_tag(root: Root, tag: str | None) -> dict[str, Any]:
         problem: str | None = "was never committed"
     else:
         # A stock checkpoint has nothing to be compared with; one that was asked for by name is loaded as it is.
-        problem = damage(found, crc32=crc32) if found.committed and tag is None else None
+        as_it_is = tag is not None or found.problem == NOT_COMMITTED
+        problem = None if as_it_is else damage(found, crc32=crc32)
     if problem is None:
         return {"tag": named, "lineage": found.manifest.lineage if found.committed and found.manifest else ""}
     older = _newest(root, without=named, like=found)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from datastates import settings
+from datastates.engine import crc32
 from datastates.formats import intercept
 from datastates.llm import decorator, fence, host_cache, instance, log
 from datastates.llm.committer import Committer, Identity
@@ -35,6 +36,8 @@ from datastates.llm.still import StillTensor, still_tensors
 from datastates.llm.words import NobodyAnsweredError, Topic
 from datastates.settings import SettingError, Settings
 from datastates.store import last_word, launches, lineage, occupant, staged
+from datastates.store.catalog import NOT_COMMITTED, Checkpoint, damage
+from datastates.store.commit import set_aside
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir, Root
 from datastates.store.manifest import ManifestError
@@ -256,8 +259,7 @@ def _get_ready(call: Call) -> dict[str, Any]:
     attempt = loop.identity.attempt
     try:
         if call.made_by_stock:
-            if staged.uncommitted(call.path):
-                shutil.rmtree(call.path)
+            _make_way(call, attempt)
             directory = CheckpointDir(call.path, call.step)
         else:
             directory = staged.open_directory(call.path, call.step, attempt, number)
@@ -269,6 +271,18 @@ def _get_ready(call: Call) -> dict[str, Any]:
         "number": number,
         "staged": directory.staged,
     }
+
+
+def _make_way(call: Call, attempt: str) -> None:
+    """Stock code refuses a directory that is there. A whole checkpoint is refused rightly; a damaged one has been passed over by the load."""
+    if staged.uncommitted(call.path):
+        shutil.rmtree(call.path)
+        return
+    found = Checkpoint.load(call.path)
+    problem = None if found.problem == NOT_COMMITTED else damage(found, crc32=crc32)
+    if problem is not None:
+        moved = set_aside(CheckpointDir(call.path, call.step), attempt, call.root)
+        logger.warning("%s %s: %s; it was moved to %s", log.PREFIX, call.path, problem, moved)
 
 
 def _begin(call: Call) -> Loop:

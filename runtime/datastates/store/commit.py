@@ -252,12 +252,12 @@ def sweep(root: Root, attempt: str, spare: Path | None = None) -> list[Path]:
     return moved
 
 
-def set_aside(checkpoint: CheckpointDir, attempt: str) -> Path | None:
-    """Move a checkpoint out of the way, whole, to ``.aside/<step>-<attempt>``; it is never deleted automatically.
+def set_aside(checkpoint: CheckpointDir, attempt: str, root: Root | None = None) -> Path | None:
+    """Move a checkpoint out of the way, whole, to ``.aside/<step>-<attempt>`` of its root; it is never deleted automatically.
 
     No rank may be writing to it: the committer calls this before any rank passes the save's first meeting point. None when there is none.
     """
-    return _move_aside(checkpoint, attempt)
+    return _move_aside(checkpoint, attempt, root=root)
 
 
 def delete(checkpoint: CheckpointDir) -> None:
@@ -485,8 +485,10 @@ def _was_committed(checkpoint: CheckpointDir) -> bool:
     return True
 
 
-def _move_aside(checkpoint: CheckpointDir, attempt: str, ending: str = "") -> Path | None:
-    root = checkpoint.root
+def _move_aside(
+    checkpoint: CheckpointDir, attempt: str, ending: str = "", root: Root | None = None
+) -> Path | None:
+    root = root or checkpoint.root
     if not os.path.lexists(checkpoint.path):
         return None
     make_directories(root.aside)
