@@ -119,7 +119,9 @@ def choose(
     if not (asked or required or by_itself):
         if settings.resume == "auto" and record is not None and request.trial is None:
             logger.info(
-                "%s the last run into %s finished: this one starts from the beginning", log.PREFIX, output_dir
+                "%s the last run into %s finished: this one starts from the beginning (ckpt-run --resume required goes on from it)",
+                log.PREFIX,
+                output_dir,
             )
         return None
     point = catalog.resume_point(
