@@ -55,6 +55,14 @@ def ranks(root: Root, step: int, how: list[str]) -> list[str]:
 # -- voters ---------------------------------------------------------------------------------------------------------------
 
 
+def test_a_checkpoint_without_files_is_not_committed(root: Root) -> None:
+    checkpoint = root.checkpoint(10)
+    checkpoint.prepare()
+    with pytest.raises(CommitAbandoned, match="no file was saved"):
+        commit.publish(checkpoint, [vote(checkpoint, {})])
+    assert not checkpoint.manifest.exists()
+
+
 def test_four_ranks_in_four_processes_commit_one_checkpoint_and_all_learn_of_it(root: Root) -> None:
     assert ranks(root, 10, ["", "", "", ""]) == ["committed"] * 4
     checkpoint = Catalog(root).get(10)

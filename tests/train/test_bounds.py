@@ -15,7 +15,8 @@ import pytest
 import runs
 import tiny
 import torch
-from datastates.llm import DecoratedCheckpointing, host_cache
+from datastates.llm import DecoratedCheckpointing, host_cache, saver
+from datastates.store import commit
 from transformers import Trainer, TrainerCallback
 
 MIB = 1 << 20
@@ -94,6 +95,24 @@ def test_memory_descriptors_and_threads_are_flat_over_two_hundred_saves(
     assert min(measure.memory[16:]) - min(measure.memory[2:5]) < 8 * MIB
     assert measure.open[-1] == measure.open[2]
     assert max(measure.threads[2:]) == measure.threads[2]
+
+
+def test_threads_stay_within_a_bound_where_checkpoints_come_faster_than_the_disk_takes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish, most = commit.publish, 0
+
+    def slow(*args: Any, **how: Any) -> Any:
+        nonlocal most
+        most = max(most, threads())
+        time.sleep(0.05)
+        return publish(*args, **how)
+
+    monkeypatch.setattr(commit, "publish", slow)
+    before = threads()
+    runs.decorated(tmp_path, max_steps=100, save_steps=1, save_total_limit=2, logging_steps=1000).train()
+    assert checkpoints.whole(tmp_path) == [99, 100]
+    assert most - before <= saver.MOST_IN_FLIGHT + 8
 
 
 def test_a_training_that_has_ended_leaves_no_descriptor_and_no_thread(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 import tiny
 import torch
@@ -98,6 +99,43 @@ def test_a_script_that_changes_directory_loses_no_checkpoint(
     DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
     trainer.train()
     assert committed(tmp_path / "out") == [2, 4, 6, 8]
+
+
+def test_a_script_that_stays_in_another_directory_loses_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+
+    class Leaving(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                os.chdir(tmp_path / "elsewhere")
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = tiny.trainer(Path("out"), callbacks=[Leaving()], **best)
+    DecoratedCheckpointing({"trainer": trainer, "host_cache_size": 0.1}, -1)
+    trainer.train()
+    assert checkpoints.whole(tmp_path / "out") == [2, 4, 6, 8]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_a_script_that_saves_somewhere_else_by_itself_has_no_empty_checkpoints(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of them would be resumed from, and with a limit the older whole ones would go."""
+
+    class Elsewhere(Trainer):
+        def _save_checkpoint(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            if self.state.global_step == 2:
+                super()._save_checkpoint(model, *args, **kwargs)
+            else:
+                model.save_pretrained(tmp_path / "mine" / str(self.state.global_step))
+
+    decorated(tmp_path / "out", cls=Elsewhere, save_total_limit=1).train()
+    assert checkpoints.whole(tmp_path / "out") == [2]
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == ["4", "6", "8"]
+    assert "checkpoint-4 was not committed, training goes on: no file was saved" in caplog.text
 
 
 def test_a_script_that_ends_in_another_directory_gives_its_own_back_and_may_try_again(

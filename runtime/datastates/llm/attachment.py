@@ -103,7 +103,7 @@ class Attachment:
 
     def _get_output_dir(self, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
         if self._session is not None and self._session.running:
-            return self._session.root_as_given
+            return self._session.root_now
         return os.path.join(original(*args, **kwargs), CHECKPOINT_ROOT)
 
     def _save_checkpoint(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -26,6 +26,9 @@ from datastates.store.verify import scan
 
 logger = log.logger("datastates.llm.decorator")
 
+MOST_IN_FLIGHT = 16
+"""Saves that wait for the disk at once, each on a thread of its own. Where they come faster, the next waits for the oldest."""
+
 Still = Callable[[set[str]], Mapping[int, StillTensor]]
 """What holds still now, by address of its storage; takes the names of tensors that once did not."""
 
@@ -66,6 +69,7 @@ class Saver:
         self._newest: Save | None = None
         self._refused = False
         self._gave_up = False
+        self._in_vain: Save | None = None
 
     def save(
         self,
@@ -87,6 +91,7 @@ class Saver:
         """
         began = time.perf_counter()
         FENCE.wait()
+        self._make_room()
         how = manner or Manner()
         self._number = self._number + 1 if how.number is None else how.number
         scope = SaveScope(directory.files, self._still(self._torn_before), how.leaves_out)
@@ -127,6 +132,15 @@ class Saver:
             late_bytes=sum(part.nbytes for file in pending for part in file.image.memory if part.still),
         )
         return True
+
+    def _make_room(self) -> None:
+        """Waits for one that hangs only once."""
+        self._in_flight = [save for save in self._in_flight if save.outcome is None]
+        if len(self._in_flight) < MOST_IN_FLIGHT:
+            return
+        oldest = self._in_flight[0]
+        if oldest is not self._in_vain and not oldest.wait(self._settings.commit_timeout):
+            self._in_vain = oldest
 
     def _submit(self, pending: list[PendingFile]) -> Ticket:
         self._before_submit(pending)

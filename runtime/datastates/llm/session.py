@@ -158,6 +158,15 @@ class Session:
             logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, obstacle)
 
     @property
+    def root_now(self) -> str:
+        """As the script gives it, since paths go into files; absolute where the script has gone to another directory."""
+        try:
+            moved = os.path.abspath(self.root_as_given) != self.root
+        except FileNotFoundError:  # the working directory is gone
+            moved = True
+        return self.root if moved and self.active else self.root_as_given
+
+    @property
     def resumed_at_the_end(self) -> bool:
         """Whether the checkpoint that training resumed from leaves nothing to train."""
         state = self._trainer.state
@@ -283,7 +292,7 @@ class Session:
         """What ``_save_checkpoint`` would have noted for a step that is already there."""
         state = self._trainer.state
         best = (
-            layout.Root(Path(self.root_as_given)).checkpoint(state.best_global_step).path
+            layout.Root(Path(self.root_now)).checkpoint(state.best_global_step).path
             if state.best_global_step
             else None
         )

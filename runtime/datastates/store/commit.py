@@ -158,7 +158,7 @@ def publish(
         patience: seconds that a file which was voted for may take to be seen here; a network file system may be late.
 
     Raises:
-        CommitAbandoned: the votes contradict each other or the disk, the directory holds another commit, or ``cancelled`` said so.
+        CommitAbandoned: the votes contradict each other or the disk, the directory holds another commit or no file, or ``cancelled`` said so.
         OSError: a file could not be read or made durable, or the manifest not be written.
     """
     first = _agreed(votes)
@@ -172,6 +172,10 @@ def publish(
             raise CommitAbandoned("cancelled")
         if path not in entries:
             entries |= _take_in(checkpoint, path, crc32)
+    if (
+        not entries
+    ):  # whoever saves somewhere else: a checkpoint of nothing would be resumed from, and push out older ones
+        raise CommitAbandoned("no file was saved")
     manifest = Manifest(
         attempt=first.attempt,
         save=first.save,
