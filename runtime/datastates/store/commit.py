@@ -172,9 +172,8 @@ def publish(
             raise CommitAbandoned("cancelled")
         if path not in entries:
             entries |= _take_in(checkpoint, path, crc32)
-    if (
-        not entries
-    ):  # whoever saves somewhere else: a checkpoint of nothing would be resumed from, and push out older ones
+    # Some scripts save elsewhere by themselves. A checkpoint of nothing would be resumed from, and older ones would go for it.
+    if not entries:
         raise CommitAbandoned("no file was saved")
     manifest = Manifest(
         attempt=first.attempt,
