@@ -59,7 +59,7 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
             return _sized(int(settings.host_cache_size * GIB), settings)
         except (ValueError, OSError) as error:
             logger.error(
-                "%s host_cache_size=%g GiB is refused: %s. Set a smaller host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
+                "%s host_cache_size=%g GiB is refused: %s. Set another host_cache_size or CKPT_RUN_HOST_CACHE_SIZE.",
                 log.PREFIX,
                 settings.host_cache_size,
                 error,
