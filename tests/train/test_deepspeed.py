@@ -14,6 +14,7 @@ import checkpoints
 import pytest
 import runs
 import torch
+import transformers
 from processes import Job, Training, lines, losses
 from sharding import zero
 from test_exact import exactly_resumed
@@ -87,6 +88,9 @@ class Pair:
 
 def job(directory: Path, mode: str, **changes: Any) -> Job:
     how = MODES[mode]
+    if how.kind == "lora" and transformers.__version__ < "5":
+        # Its schedule has two groups of parameters, of which DeepSpeed drops the one that the adapter leaves empty.
+        pytest.skip("stock transformers 4.57 cannot train an adapter under DeepSpeed with torch 2.13")
     arguments = {"max_steps": 4, "save_steps": 2, **how.arguments}
     return Job(
         **{

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import runs
 import tiny
+import transformers
 from datastates.llm.resume import NothingToResumeError
 from datastates.store.layout import Root
 from datastates.store.runrecord import RunRecord
@@ -530,6 +531,10 @@ def test_false_passes_over_a_stock_checkpoint_and_so_does_the_training_that_foll
 # -- Trainer's own save on SIGTERM --------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not hasattr(transformers.TrainingArguments, "enable_jit_checkpoint"),
+    reason="transformers before 5 has none",
+)
 def test_trainers_own_save_on_a_signal_is_committed_without_its_mark(
     tmp_path: Path, relaunch: Callable[[], None]
 ) -> None:

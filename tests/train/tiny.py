@@ -7,6 +7,7 @@ from typing import Any
 
 import sharding
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 
@@ -51,6 +52,8 @@ def arguments(output_dir: Path, **changes: Any) -> TrainingArguments:
         disable_tqdm=True,
         dataloader_pin_memory=False,
     )
+    if transformers.__version__ < "5":
+        defaults["logging_dir"] = "logs"  # or training_args.bin holds the second at which it was made
     return TrainingArguments(**{**defaults, **changes})
 
 

@@ -1,4 +1,4 @@
-"""Functions of transformers that decide about checkpoint directories: taught about ours.
+"""Functions of transformers that decide about checkpoint directories: taught about ours. And one that resumes wrongly.
 
 ``get_last_checkpoint`` is imported by name into many scripts, some of them before anything of ours is loaded. So its code object is
 replaced, which every binding sees; the original stays reachable under another name.
@@ -45,6 +45,7 @@ def install(last_checkpoint: Callable[[str], str | None]) -> None:
     if trainer is not None:
         _teach_rotation(trainer)
         _teach_upload(trainer)
+        _teach_skipping(trainer)
 
 
 def _teach_last_checkpoint(utils: types.ModuleType, answer: Callable[[str], str | None]) -> None:
@@ -110,3 +111,27 @@ def _without_checkpoints(upload: Any) -> Any:
 
     upload_folder._leaves_checkpoints_out = True  # type: ignore[attr-defined]
     return upload_folder
+
+
+def _teach_skipping(trainer: types.ModuleType) -> None:
+    """Resumed in the middle of an epoch, training goes on with the rows of that epoch.
+
+    accelerate's ``skip_first_batches`` makes a new loader, which believes to be in its first epoch. transformers 4.57 does not
+    tell it better, and so shuffles the rest of the epoch as the first one was: some rows come twice and some never.
+    """
+    skip = getattr(trainer, "skip_first_batches", None)
+    if skip is not None and not hasattr(skip, "_stays_in_its_epoch"):
+        trainer.skip_first_batches = _in_its_epoch(skip)  # type: ignore[attr-defined]
+
+
+def _in_its_epoch(skip: Any) -> Any:
+    @functools.wraps(skip)
+    def skip_first_batches(dataloader: Any = None, num_batches: int = 0) -> Any:
+        rest = skip(dataloader, num_batches)
+        epoch = getattr(dataloader, "iteration", None)
+        if epoch is not None and hasattr(rest, "set_epoch"):
+            rest.set_epoch(epoch)
+        return rest
+
+    skip_first_batches._stays_in_its_epoch = True  # type: ignore[attr-defined]
+    return skip_first_batches
