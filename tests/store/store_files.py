@@ -49,14 +49,25 @@ def vote(checkpoint: CheckpointDir, files: dict[str, bytes], **facts: object) ->
     return replace(plain, **facts)  # type: ignore[arg-type]
 
 
-def save(root: Root, step: int, files: dict[str, bytes] | None = None, **facts: object) -> Checkpoint:
-    """Commit a checkpoint of one rank: ``files`` voted for, two more as stock code would leave them."""
+def save(
+    root: Root,
+    step: int,
+    files: dict[str, bytes] | None = None,
+    by_stock: dict[str, bytes] | None = None,
+    **facts: object,
+) -> Checkpoint:
+    """Commit a checkpoint of one rank: ``files`` voted for, two more as stock code would leave them, or as ``by_stock`` has them."""
     checkpoint = root.checkpoint(step)
     files = FILES if files is None else files
     checkpoint.prepare()
     write(
         checkpoint.path,
-        {**files, **BY_STOCK, "trainer_state.json": json.dumps({"global_step": step}).encode()},
+        {
+            **files,
+            **BY_STOCK,
+            "trainer_state.json": json.dumps({"global_step": step}).encode(),
+            **(by_stock or {}),
+        },
     )
     ballot = vote(checkpoint, files, **facts)
     commit.cast_vote(checkpoint, ballot)

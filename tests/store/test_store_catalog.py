@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import time
 import zlib
 from pathlib import Path
 
@@ -368,11 +370,137 @@ def test_a_stock_checkpoint_older_than_a_fresh_training_is_never_taken(
     assert resume_point(tmp_path) == ResumePoint(path, 100, "stock", None)
 
 
-def test_ours_are_preferred_to_stock_checkpoints_of_higher_steps(root: Root, tmp_path: Path) -> None:
+def test_ours_are_preferred_to_older_stock_checkpoints_of_higher_steps(
+    root: Root, tmp_path: Path, skips: Skips
+) -> None:
     stock(tmp_path, 1000)
     record(root, LINEAGE)
     save(root, 10)
+    assert resume_point(tmp_path, on_skip=skips) == ours(root, 10)
+    assert skips == []
+
+
+# -- what Trainer saved by itself after ours ------------------------------------------------------------------------------
+
+
+def logged(path: Path, step: int, losses: dict[int, float]) -> Path:
+    """What Trainer's state says of the log, and the time at which it was written: now, and a little."""
+    write(path, log_of(step, losses))
+    state = path / "trainer_state.json"
+    os.utime(state, (time.time() + step, time.time() + step))
+    return path
+
+
+def log_of(step: int, losses: dict[int, float]) -> dict[str, bytes]:
+    """As :func:`logged`, for a checkpoint that is about to be committed."""
+    entries = [{"step": at, "loss": loss} for at, loss in losses.items()]
+    return {"trainer_state.json": json.dumps({"global_step": step, "log_history": entries}).encode()}
+
+
+OURS_LOGGED = {5: 2.0, 10: float("nan")}
+
+
+def test_trainers_own_later_checkpoint_of_the_same_training_is_newer_than_ours(
+    root: Root, tmp_path: Path
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10, by_stock=log_of(10, OURS_LOGGED))
+    logged(stock(tmp_path, 20), 20, {**OURS_LOGGED, 15: 1.0})
+    path = logged(stock(tmp_path, 30), 30, {**OURS_LOGGED, 15: 1.0, 30: 0.5})
+    assert resume_point(tmp_path) == ResumePoint(path, 30, "stock", "lineage1")
+    assert last_step(tmp_path) == 30
+    (path / "model.safetensors").write_bytes(b"cut")
+    assert last_step(tmp_path) == 20
+    save(root, 40, by_stock=log_of(40, OURS_LOGGED))
+    assert resume_point(tmp_path) == ours(root, 40)
+
+
+STRANGERS: dict[str, dict[int, float]] = {
+    "began anew": {5: 2.5, 10: 1.5, 15: 1.0},
+    "went on from an earlier step": {5: 2.0, 10: 1.4, 15: 1.0},
+    "logged less": {5: 2.0},
+    "logged nothing": {},
+    "logged more before": {**OURS_LOGGED, 8: 1.0},
+}
+
+
+@pytest.mark.parametrize("losses", STRANGERS.values(), ids=list(STRANGERS))
+def test_trainers_own_later_checkpoint_of_another_training_is_named_and_not_taken(
+    root: Root, tmp_path: Path, losses: dict[int, float], skips: Skips
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10, by_stock=log_of(10, OURS_LOGGED))
+    logged(stock(tmp_path, 20), 20, losses)
+    logged(stock(tmp_path, 30), 30, losses)
+    assert resume_point(tmp_path, on_skip=skips) == ours(root, 10)
+    assert [name for name, _ in skips] == ["checkpoint-30"]
+    assert "its log does not go on from there" in skips.reason("checkpoint-30")
+
+
+def test_where_nothing_was_logged_the_time_decides_unless_there_are_several_trainings(
+    root: Root, tmp_path: Path
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10)
+    path = logged(stock(tmp_path, 20), 20, {15: 1.0})
+    assert resume_point(tmp_path) == ResumePoint(path, 20, "stock", "lineage1")
+    os.utime(path / "trainer_state.json", (1000, 1000))
     assert resume_point(tmp_path) == ours(root, 10)
+    logged(path, 20, {15: 1.0})
+    record(root, {**LINEAGE, 1: Lineage(id="lineage2", began=0.0)})
+    assert resume_point(tmp_path) == ours(root, 10)
+    logged(path, 20, {5: 2.0, 15: 1.0})
+    record(root, LINEAGE)
+    assert resume_point(tmp_path) == ours(root, 10), "something was logged before where ours has nothing"
+
+
+def test_what_trainer_saved_before_this_training_began_never_goes_on_from_its_origin(
+    root: Root, tmp_path: Path
+) -> None:
+    origin = save(root, 10, lineage="older").path
+    path = logged(stock(tmp_path, 20), 20, {})
+    record(root, {0: Lineage(id="lineage1", origin=str(origin), began=time.time() + 1000)})
+    assert resume_point(tmp_path) == ours(root, 10)
+    record(root, {0: Lineage(id="lineage1", origin=str(origin), began=time.time() - 1000)})
+    assert resume_point(tmp_path) == ResumePoint(path, 20, "stock", "lineage1")
+
+
+def test_trainers_own_copy_of_a_checkpoint_of_ours_that_is_damaged_is_not_taken(
+    root: Root, tmp_path: Path
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10)
+    DAMAGES["flipped"][0](save(root, 20).path / "optimizer.pt")
+    logged(stock(tmp_path, 20), 20, {})
+    assert resume_point(tmp_path) == ours(root, 10)
+
+
+def test_a_stock_checkpoint_of_a_step_whose_save_was_killed_is_no_copy_of_ours(
+    root: Root, tmp_path: Path
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10)
+    uncommitted(root, 20)
+    path = logged(stock(tmp_path, 20), 20, {})
+    assert resume_point(tmp_path) == ResumePoint(path, 20, "stock", "lineage1")
+
+
+def test_without_a_run_record_trainers_own_is_taken_when_its_log_goes_on_from_ours(
+    root: Root, tmp_path: Path
+) -> None:
+    save(root, 10, by_stock=log_of(10, OURS_LOGGED))
+    path = logged(stock(tmp_path, 20), 20, {**OURS_LOGGED, 15: 1.0})
+    assert resume_point(tmp_path) == ResumePoint(path, 20, "stock", "lineage1")
+
+
+def test_the_path_of_trainers_own_that_goes_on_from_ours_continues_the_lineage_and_that_of_ours_begins_one(
+    root: Root, tmp_path: Path
+) -> None:
+    record(root, LINEAGE)
+    save(root, 10)
+    path = logged(stock(tmp_path, 20), 20, {})
+    assert explicit_point(tmp_path, 0, path) == ResumePoint(path, 20, "stock", "lineage1")
+    assert explicit_point(tmp_path, 0, root.checkpoint(10).path) == ours(root, 10, None)
 
 
 def test_an_explicit_path_goes_on_with_the_lineage_only_when_it_is_its_newest(

@@ -151,6 +151,36 @@ def test_a_damaged_checkpoint_on_one_node_is_passed_over_on_both(
     assert "skipping" in training.text(1)
 
 
+LEFT_TO_TRAINER = [
+    {"at": "datastates.llm.host_cache:engine", "do": "ENOMEM", "rank": 1},
+    {"at": "transformers.trainer_callback:TrainerState.save_to_json", "do": "kill", "when": "after"},
+]
+
+
+@MODEL_ON_EACH_NODE
+@pytest.mark.parametrize("killed_again", [False, True], ids=["", "killed before all had a newer one"])
+def test_what_trainer_saved_by_itself_on_every_node_is_gone_on_from(
+    killed_again: bool, tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]
+) -> None:
+    limited = {**ARGUMENTS, "save_total_limit": 1}
+    first = Training(job(tmp_path, faults=[{**KILLED_IN_COMMIT, "rank": None}]), 2)
+    assert 0 not in first.join()
+    assert whole(first) == [[2, 4]] * 2
+    off = again(first, arguments=limited, faults=LEFT_TO_TRAINER)
+    assert off.join() == [-9, -9], off.text(1)
+    assert all((out(off, node) / "checkpoint-6").is_dir() for node in (0, 1))
+    begins = 7
+    if killed_again:
+        assert again(off, arguments=limited, faults=[{**KILLED_IN_COMMIT, "nth": 1}]).join()[1] == -9
+        assert whole(off) == [[4, 8], [2, 4]]
+        begins = 5
+    done = len(losses(off.job))
+    after = again(off, arguments=limited)
+    assert after.finish()["weights"] == undisturbed[1]["weights"]
+    assert losses(after.job)[done][0] == begins
+    assert [steps[-1] for steps in whole(after)] == [8, 8]
+
+
 def test_the_ranks_of_a_node_vote_for_one_checkpoint_there(tmp_path: Path) -> None:
     training = Training(job(tmp_path, arguments={**ARGUMENTS, "max_steps": 4}), 4)
     training.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from datastates.llm import log, mirror
 from datastates.llm.save import Save
 from datastates.settings import Settings
 from datastates.store import retention
-from datastates.store.catalog import Catalog
+from datastates.store.catalog import Catalog, Checkpoint
 from datastates.store.layout import Root
 from datastates.store.manifest import ManifestError
 from datastates.store.runrecord import RunRecord
@@ -84,16 +85,31 @@ class Housekeeping:
         return tuple(self._committed)
 
     def keep(self, everywhere: int | None) -> None:
-        """The newest step that all nodes have stays until they have a newer one: killed now, only that one could be resumed from."""
-        self._everywhere = everywhere
+        """The newest step that all nodes have stays until they have a newer one: killed now, only that one could be resumed from.
+
+        After a resume from what Trainer had saved by itself, it is the lineage's newest from before.
+        """
+        if everywhere is None and not self._committed:
+            everywhere = self._newest_before()
+        if everywhere is not None:
+            self._everywhere = everywhere
+
+    def _newest_before(self) -> int | None:
+        with suppress(OSError):  # the save that follows tells what is wrong with the directory
+            found = Catalog(self._root).checkpoints()
+            return max((item.step for item in found if self._is_own(item)), default=None)
+        return None
+
+    def _is_own(self, checkpoint: Checkpoint) -> bool:
+        manifest = checkpoint.manifest
+        return checkpoint.committed and manifest is not None and manifest.lineage == self._plan.lineage
 
     def committed_bytes(self) -> int:
         """Bytes of this lineage's committed checkpoints, which retention will free one by one."""
-        manifests = [
-            checkpoint.manifest for checkpoint in Catalog(self._root).checkpoints() if checkpoint.committed
-        ]
         return sum(
-            manifest.size for manifest in manifests if manifest and manifest.lineage == self._plan.lineage
+            checkpoint.manifest.size
+            for checkpoint in Catalog(self._root).checkpoints()
+            if checkpoint.manifest and self._is_own(checkpoint)
         )
 
     def begin_lineage(self, plan: Plan) -> None:

@@ -14,7 +14,7 @@ from datastates.store.layout import CheckpointDir, Root, directories
 from datastates.store.lineage import OURS, STOCK, ResumePoint, other_model
 from datastates.store.manifest import Manifest, ManifestError, read_manifest
 from datastates.store.runrecord import Fingerprint, Lineage, RunRecord
-from datastates.store.stock import global_step, saved_at, stock_checkpoints, stock_problem
+from datastates.store.stock import Story, global_step, saved_at, stock_checkpoints, stock_problem
 from datastates.store.verify import FileVerdict, Progress, scan, verify_files, verify_shapes
 
 OnSkip = Callable[[Path, str], None]
@@ -181,6 +181,8 @@ def resume_point(
     2. While it has none: its origin, if that is whole.
     3. When run.json is lost or unreadable: the newest whole checkpoint of the lineage that committed last.
     4. A stock ``checkpoint-N`` of the output directory, unless a training that began fresh in here is newer.
+    5. Instead of what 1 to 3 give: a stock ``checkpoint-N`` that goes on from it. Where we could not save, or were not there, Trainer saved by
+       itself. Of a higher step, saved later, with everything in its log that was logged until then; and no copy of a checkpoint of ours.
 
     An older lineage is never resumed silently: ``on_skip`` is told of it when nothing else was found. What another model left is never
     resumed at all, nor a stock checkpoint beside it.
@@ -249,7 +251,9 @@ class _Search:
         point = self._of_lineage(lineage) if lineage else None
         if record is None:
             point = self._of_any_lineage()
-        if point is None and (lineage or self.ordinal == 0):
+        if point is not None:
+            return self._saved_by_trainer(point, lineage, alone=len(lineages) == 1) or point
+        if lineage or self.ordinal == 0:
             fresh = [known.began for known in lineages.values() if known.origin is None]
             point = self._of_stock(max(fresh, default=0.0))
         if point is None and record is not None:
@@ -302,6 +306,39 @@ class _Search:
                 return ResumePoint(path, step, STOCK, None)
             self.on_skip(path, problem)
         return None
+
+    def _saved_by_trainer(
+        self, ours: ResumePoint, lineage: Lineage | None, alone: bool
+    ) -> ResumePoint | None:
+        """What Trainer has saved by itself in the same training since then. The newest that is of another training is named.
+
+        Args:
+            alone: whether it is the only training in here. Otherwise it has to show in the log which of them goes on.
+        """
+        before, stranger_told = Story.read(ours.path), False
+        for step, path in self._stock_since(ours, lineage):
+            problem, story = stock_problem(path), Story.read(path)
+            if problem:
+                self.on_skip(path, problem)
+            elif before and story and story.goes_on_from(before) and (alone or before.entries):
+                return ResumePoint(path, step, STOCK, ours.lineage)
+            elif not stranger_told:
+                stranger_told = True
+                self.on_skip(
+                    path,
+                    f"was saved later than {ours.path}, but its log does not go on from there; to go on from it, name it:"
+                    " resume_from_checkpoint=<path>",
+                )
+        return None
+
+    def _stock_since(self, ours: ResumePoint, lineage: Lineage | None) -> Iterator[tuple[int, Path]]:
+        """Highest step first. One of a step that we have committed may be a copy of ours, and share its damage."""
+        manifest = Checkpoint.load(ours.path).manifest
+        since = max(manifest.created if manifest else saved_at(ours.path), lineage.began if lineage else 0.0)
+        for step, path in stock_checkpoints(self.root.path.parent):
+            committed = Catalog(self.root).get(step).problem != NOT_COMMITTED
+            if step > ours.step and saved_at(path) > since and not committed:
+                yield step, path
 
     def _newest(self, lineage: str) -> Checkpoint | None:
         return Catalog(self.root).newest(lineage, verify=self.verify, on_skip=self.on_skip, crc32=self.crc32)

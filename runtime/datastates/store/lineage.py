@@ -5,7 +5,8 @@ A *lineage* is one training from its fresh start through all its resumes:
 - a fresh ``train()`` begins a new one;
 - resuming from the newest checkpoint of the current one continues it;
 - so does resuming from its origin while it has no checkpoint of its own;
-- resuming from anything else (an explicit path, a stock checkpoint) begins a new one with that path as its origin.
+- so does resuming from a stock checkpoint that goes on from the newest of its own: Trainer saved that by itself;
+- resuming from anything else (an explicit path, any other stock checkpoint) begins a new one with that path as its origin.
 
 When a ``train()`` call begins a new lineage, those of the later calls are forgotten: they built on the training that is now done anew.
 

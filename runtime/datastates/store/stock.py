@@ -10,7 +10,9 @@ import json
 import os
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from datastates.store.layout import directories, step_of
 from datastates.store.regular import open_regular
@@ -49,11 +51,7 @@ def stock_problem(path: Path) -> str | None:
 
 def global_step(path: Path) -> int | None:
     """The step that a checkpoint's trainer_state.json tells; None when it does not."""
-    try:
-        state = json.loads(_content(path / "trainer_state.json"))
-        step = state["global_step"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
+    step = _state(path).get("global_step")
     return step if isinstance(step, int) and step >= 0 else None
 
 
@@ -63,6 +61,45 @@ def saved_at(path: Path) -> float:
         return (path / "trainer_state.json").stat().st_mtime
     except OSError:
         return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """What Trainer has logged of a training up to a checkpoint, its entries in order."""
+
+    step: int
+    entries: list[Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Story | None:
+        """That of the checkpoint at ``path``, None when its trainer_state.json does not tell."""
+        state = _state(path)
+        step, entries = state.get("global_step"), state.get("log_history", [])
+        return cls(step, entries) if isinstance(step, int) and isinstance(entries, list) else None
+
+    def goes_on_from(self, earlier: Story) -> bool:
+        """Whether this may be the same training later on: all that was logged up to ``earlier`` is here, and nothing else up to that step."""
+        told = len(earlier.entries)
+        since = [_step(entry) for entry in self.entries[told:]]
+        return (
+            self.step > earlier.step
+            and self.entries[:told] == earlier.entries
+            and min(since, default=earlier.step) >= earlier.step
+        )
+
+
+def _step(entry: Any) -> float:
+    step = entry.get("step") if isinstance(entry, dict) else None
+    return step if isinstance(step, (int, float)) else -1
+
+
+def _state(path: Path) -> dict[str, Any]:
+    """The content of trainer_state.json, empty when it cannot be read. NaN, which would not equal itself, is a text in it."""
+    try:
+        state = json.loads(_content(path / "trainer_state.json"), parse_constant=str)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return state if isinstance(state, dict) else {}
 
 
 def _problems(path: Path) -> Iterator[str]:
