@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from datastates.store import commit, staged
-from datastates.store.catalog import Checkpoint, damage
+from datastates.store.catalog import Checkpoint, damage, verify
 from datastates.store.layout import CheckpointDir
 from datastates.store.manifest import FileEntry, Vote
 
@@ -117,6 +117,25 @@ def test_interrupted_anywhere_after_the_commit_it_goes_on(
     assert len(interruptions) > 3
     assert read(tmp_path / "last") == NEW
     assert not staged.waits(tmp_path / "last")
+
+
+def test_between_the_commit_and_the_move_every_file_is_found_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = tmp_path / "last"
+    save(last, 1, OLD)
+    save(last, 2, NEW, "published")
+    for _ in operations(last, monkeypatch):
+        verdicts = [verdict for verdict in verify(Checkpoint.load(last)) if verdict.path in NEW]
+        assert [(verdict.path, verdict.ok) for verdict in verdicts] == [(name, True) for name in sorted(NEW)]
+
+
+def test_damage_to_a_file_that_waits_is_found(tmp_path: Path) -> None:
+    last = tmp_path / "last"
+    save(last, 1, OLD)
+    directory = save(last, 2, NEW, "published")
+    (directory.files / "model").write_text("NEWER")
+    assert [verdict.path for verdict in verify(Checkpoint.load(last)) if not verdict.ok] == ["model"]
 
 
 def test_what_the_user_put_there_stays(tmp_path: Path) -> None:

@@ -127,6 +127,48 @@ def test_the_tokenizers_own_writer_may_run_out_of_space_too(
     assert "(os error 28)" in errors(caplog, 4)[0]
 
 
+def test_a_folder_that_does_not_fit_costs_the_checkpoint_it_was_to_be_copied_into(
+    disk: Disk, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DeepSpeed copies what it keeps on NVMe with shutil.copytree, whose error has no number."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    for number in range(3):
+        (swap / f"{number}.bin").write_bytes(bytes(300_000))
+
+    class Swapping(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            target = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}" / "swap"
+            shutil.copytree(swap, target)
+
+    trainer = runs.decorated(disk.path / "out", cls=Swapping)
+    trainer.add_callback(
+        At(
+            step3=lambda: (runs.wait(trainer), disk.fill(400_000)),
+            step5=lambda: (runs.wait(trainer), disk.empty()),
+        )
+    )
+    trainer.train()
+    assert runs.steps_done(trainer) == list(range(1, 9))
+    assert checkpoints.whole(disk.path / "out") == [2, 6, 8]
+    [told] = errors(caplog)
+    assert "checkpoint-4/swap" in told
+    assert "No space left on device" in told
+
+
+def test_a_folder_of_the_users_that_cannot_be_copied_elsewhere_is_the_users_error(tmp_path: Path) -> None:
+    class Copying(Trainer):
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            super()._save_checkpoint(model, trial)
+            (tmp_path / "mine").mkdir()
+            (tmp_path / "mine" / "link").symlink_to(tmp_path / "nowhere")
+            shutil.copytree(tmp_path / "mine", tmp_path / "copy")
+
+    with pytest.raises(shutil.Error):
+        runs.decorated(tmp_path / "out", cls=Copying).train()
+
+
 def test_a_disk_that_stays_full_costs_every_later_checkpoint_and_the_older_one_is_resumed_from(
     disk: Disk, relaunch: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:

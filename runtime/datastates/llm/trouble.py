@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,9 @@ def at_the_disk(error: BaseException, root: str) -> bool:
     carried = _carried(error)
     if carried:
         return all(at_the_disk(one, root) for one in carried.values())
+    if isinstance(error, shutil.Error):
+        # Of copytree: (from, to, why) for each file, with the number of the error in words only.
+        return bool(_uncopied(error)) and all(_is_below(target, root) for _, target, _ in _uncopied(error))
     if isinstance(error, OSError):
         return only_disks_have(error) or any(
             _is_below(name, root) for name in (error.filename, error.filename2)
@@ -56,6 +60,9 @@ def in_words(error: BaseException) -> str:
     carried = _carried(error)
     if carried:
         return "; ".join(f"rank {rank}: {in_words(one)}" for rank, one in sorted(carried.items()))
+    if isinstance(error, shutil.Error) and _uncopied(error):
+        (_, target, why), *more = _uncopied(error)
+        return f"{target}: {why}" + (f" (and {len(more)} more files)" if more else "")
     return f"{type(error).__name__}: {error}"
 
 
@@ -65,6 +72,11 @@ def _carried(error: BaseException) -> dict[int, BaseException]:
     if library is None or not isinstance(error, library.CheckpointException):
         return {}
     return {rank: one for rank, (one, _) in error.failures.items()}
+
+
+def _uncopied(error: shutil.Error) -> list[tuple[Any, Any, Any]]:
+    told = error.args[0] if error.args else None
+    return [one for one in told if isinstance(one, tuple) and len(one) == 3] if isinstance(told, list) else []
 
 
 def _is_below(name: Any, root: str) -> bool:

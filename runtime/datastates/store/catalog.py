@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from datastates.store import staged
 from datastates.store.checksums import Crc32
 from datastates.store.commit import REMOVED
 from datastates.store.layout import CheckpointDir, Root, directories
@@ -134,7 +135,8 @@ def verify(
 ) -> list[FileVerdict]:
     """A verdict for every file of a checkpoint, all bytes read; files that were added after the commit are ok and remarked on.
 
-    A checkpoint without a usable manifest has one verdict: its manifest's.
+    A checkpoint without a usable manifest has one verdict: its manifest's. Files that are committed and wait to be moved into place are
+    read where they wait.
     """
     if checkpoint.manifest is None or checkpoint.problem:
         return [
@@ -149,7 +151,12 @@ def verify(
     added = [
         FileVerdict(path, True, "not in the manifest") for path in scan(checkpoint.path) if path not in named
     ]
-    return verify_files(checkpoint.path, entries, crc32, workers, progress) + added
+    verdicts = {
+        verdict.path: verdict
+        for directory, files in staged.places(checkpoint.path, checkpoint.manifest).items()
+        for verdict in verify_files(directory, files, crc32, workers, progress)
+    }
+    return [verdicts[entry.path] for entry in entries] + added
 
 
 def damage(checkpoint: Checkpoint, *, verify: bool = True, crc32: Crc32 = zlib.crc32) -> str | None:

@@ -90,6 +90,15 @@ def waits(path: Path) -> bool:
     return manifest is not None and (path / PRIVATE / name_of(manifest.attempt, manifest.save)).is_dir()
 
 
+def places(path: Path, manifest: Manifest) -> dict[Path, list[FileEntry]]:
+    """The files of the committed checkpoint at ``path`` by the directory that they lie in now: those that wait to be moved into place lie elsewhere."""
+    folder = CheckpointDir(path, manifest.step, name_of(manifest.attempt, manifest.save)).files
+    found: dict[Path, list[FileEntry]] = {folder: [], path: []}
+    for entry in manifest.files:
+        found[folder if os.path.lexists(folder / entry.path) else path].append(entry)
+    return found
+
+
 def uncommitted(path: Path) -> bool:
     """Whether a save of ours began here and was never committed. False for what stock code wrote, and for what is not there."""
     private = path / PRIVATE
