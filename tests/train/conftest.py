@@ -31,7 +31,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateEngine]:
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Building a Trainer sets or removes CKPT_LAST_STEP; afterwards it is as it was."""
-    monkeypatch.setenv("CKPT_LAST_STEP", "")
-    monkeypatch.delenv("CKPT_LAST_STEP")
+def _environment() -> Iterator[None]:
+    """Afterwards it is as it was, for the processes that later tests start.
+
+    Building a Trainer sets or removes CKPT_LAST_STEP, and with transformers 4.57 its arguments leave their precision in the environment.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
