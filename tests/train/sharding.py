@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,6 +56,8 @@ def fsdp(version: int = 2, state_dict_type: str = "SHARDED_STATE_DICT", **change
 
 def prepare(arguments: dict[str, Any]) -> None:
     """Before TrainingArguments: ranks of a DeepSpeed training on CPUs find each other."""
+    if arguments.get("fsdp_config", {}).pop("per_rank", False):
+        _save_per_rank()
     if "deepspeed" not in arguments:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -86,6 +89,21 @@ def prepare(arguments: dict[str, Any]) -> None:
 
     # gloo writes into views of a tensor that autograd follows, which torch 2.13 refuses.
     zero_1_and_2.all_gather_dp_groups = torch.no_grad()(zero_1_and_2.all_gather_dp_groups)
+
+
+def _save_per_rank() -> None:
+    """What a script has to do for it: neither Trainer nor Accelerator pass ``use_dcp`` on, and Trainer resumes from nothing but DCP's files."""
+    from transformers import trainer
+
+    def both(save: Callable[..., None]) -> Callable[..., None]:
+        def save_both(*args: Any, **kwargs: Any) -> None:
+            save(*args, **kwargs)
+            save(*args, **kwargs, use_dcp=False)
+
+        return save_both
+
+    trainer.save_fsdp_model = both(trainer.save_fsdp_model)
+    trainer.save_fsdp_optimizer = both(trainer.save_fsdp_optimizer)
 
 
 def settle(args: Any) -> None:

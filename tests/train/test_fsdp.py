@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import sharding
 import torch
 import transformers
 from accelerate.commands.merge import merge_command, merge_command_parser
+from accelerate.utils import save_fsdp_model
 from processes import Job, Training, lines, losses
 from safetensors.torch import load_file
 from test_exact import exactly_resumed
@@ -30,7 +32,14 @@ MODES: dict[str, dict[str, Any]] = {
     "fsdp2 sharded": sharding.fsdp(2),
     "fsdp2 full": sharding.fsdp(2, "FULL_STATE_DICT"),
     "fsdp1 sharded": sharding.fsdp(1),
+    "fsdp2 per rank": sharding.fsdp(2, per_rank=True),
 }
+"""The last one: a second time, in files of each rank, as accelerate's ``use_dcp=False`` writes them."""
+PER_RANK = pytest.mark.skipif(
+    "use_dcp" not in inspect.signature(save_fsdp_model).parameters,
+    reason="accelerate before 1.15 has no use_dcp",
+)
+EACH = [pytest.param(mode, marks=[PER_RANK] if mode == "fsdp2 per rank" else []) for mode in MODES]
 STEPS = (2, 4)
 LARGER = {"hidden_size": 128, "intermediate_size": 256}
 """Most parameters of the usual tiny model are below what is worth to be copied late."""
@@ -87,7 +96,7 @@ def _train(directory: Path, arguments: dict[str, Any]) -> Trained:
     return Trained(stock, out, ours, lines(ours)[-1])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH)
 def test_every_file_is_byte_for_byte_what_stock_code_writes(
     mode: str, trained: Callable[[str], Trained]
 ) -> None:
@@ -99,6 +108,8 @@ def test_every_file_is_byte_for_byte_what_stock_code_writes(
             checkpoints.tree(both.checkpoint(step)),
         )
         assert found.keys() == expected.keys()
+        if mode == "fsdp2 per rank":
+            assert {"pytorch_model_fsdp_0_rank1.bin", "optimizer_0_rank1.bin"} <= found.keys()
         for name in expected:
             assert _comparable(name, found[name]) == _comparable(name, expected[name]), name
 
@@ -113,7 +124,7 @@ def _comparable(name: str, data: bytes) -> Any:
     return pickle.dumps(metadata)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH)
 def test_nearly_all_of_it_is_copied_late(mode: str, trained: Callable[[str], Trained]) -> None:
     saves = trained(mode).events("save")
     assert len(saves) == 4
@@ -123,7 +134,7 @@ def test_nearly_all_of_it_is_copied_late(mode: str, trained: Callable[[str], Tra
     assert sum(save["late_bytes"] for save in saves) > 10**6
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", EACH)
 def test_stock_code_resumes_from_it_as_from_its_own(
     mode: str, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
@@ -180,7 +191,9 @@ def test_shards_are_loaded_by_another_number_of_ranks(
     assert end["state"] == lines(job)[-1]["state"]
 
 
-@pytest.mark.parametrize("mode", ["fsdp2 sharded", "fsdp2 full"])
+@pytest.mark.parametrize(
+    "mode", ["fsdp2 sharded", "fsdp2 full", pytest.param("fsdp2 per rank", marks=PER_RANK)]
+)
 def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
     exactly_resumed(tmp_path, 2, MODES[mode], seed=3)
 
