@@ -1,7 +1,6 @@
 """More than one node: hook and settings arrive, whatever else deepspeed finds in the way.
 
-A stand-in for pdsh runs what it is given for each node on this machine: in a directory of the node's own, with no environment but what a
-login over ssh gives.
+The nodes are directories of this machine (see :mod:`pdsh`).
 """
 
 from __future__ import annotations
@@ -13,26 +12,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pdsh
 import pytest
 from launch_tools import HOOK, PRINT_ENVIRONMENT, SCRIPTS, Sandbox, lines, printed_environment
+from pdsh import executable
 from test_launch_launchers import START, free_port
 
-PDSH = """#!{python}
-import os, subprocess, sys
-words = sys.argv[1:]
-nodes = words[words.index("-w") + 1].split(",")
-command = words[words.index("-w") + 2:]
-if any("pkill" in word for word in command):
-    sys.exit("pkill would end other people's processes too")
-running = []
-for number, node in enumerate(nodes):
-    home = os.path.join({homes!r}, node)
-    os.makedirs(home)
-    line = " ".join(command).replace("%n", str(number))
-    env = ["env", "-i", "HOME=" + home, "PATH=/usr/bin:/bin", "NODE=" + node, "OMP_NUM_THREADS=1", "PYTHONWARNINGS=ignore"]
-    running.append(subprocess.Popen(env + ["sh", "-c", line], cwd=home))
-sys.exit(max(process.wait() for process in running))
-"""
 RANK = """
 import json, os, sys
 found = {"env": dict(os.environ), "hooked": [type(finder).__module__ for finder in sys.meta_path][:1], "path": sys.path}
@@ -42,24 +27,15 @@ with open("rank-" + os.environ["RANK"], "w") as file:
 """
 
 
-def executable(folder: Path, name: str, text: str) -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(text)
-    (folder / name).chmod(0o755)
-
-
 @pytest.fixture
 def two_nodes(sandbox: Sandbox) -> list[str]:
     """The words that make deepspeed start one rank on each of two nodes."""
-    homes = str(sandbox.path / "homes")
-    executable(sandbox.path / "bin", "pdsh", PDSH.format(python=sys.executable, homes=homes))
+    pdsh.install(sandbox.path / "bin", sandbox.path / "homes")
     sandbox.env |= {
         "PATH": f"{sandbox.path / 'bin'}{os.pathsep}{sandbox.env['PATH']}",
         "DS_ACCELERATOR": "cpu",
     }
-    hosts = sandbox.script("hosts", "node-a slots=1\nnode-b slots=1\n")
-    port = f"--master_port={free_port()}"
-    return ["--hostfile", hosts, "--no_ssh_check", "--master_addr=127.0.0.1", port]
+    return pdsh.two_nodes(sandbox.path / "hosts", free_port())
 
 
 def test_hook_and_settings_arrive_on_every_node(sandbox: Sandbox, two_nodes: list[str]) -> None:
