@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 from ckpt_run.arguments import OPTIONS, Parsed, UsageError
+from ckpt_run.messages import say
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
 CARRIER = "PYTHON_CKPT_RUN"
@@ -24,7 +25,8 @@ PROCESSES = "CKPT_RUN_PROCESSES"  # the folder in which the hook registers proce
 OF_THIS_HOST = (LAUNCHER, PROCESSES)
 OUTPUT_DIR = "CKPT_RUN_OUTPUT_DIR"
 VENDOR = "CHECKPOINT_VENDOR"
-NO_SETTINGS = (RUN_ID, FRESH, OFFLINE_SET, OUTPUT_DIR, "CKPT_RUN_DEBUG", "CKPT_RUN_DISABLE", *OF_THIS_HOST)
+FOR_USERS = (OUTPUT_DIR, "CKPT_RUN_DEBUG", "CKPT_RUN_DISABLE")
+NO_SETTINGS = (*FOR_USERS, RUN_ID, FRESH, OFFLINE_SET, *OF_THIS_HOST)
 
 
 def hook_folder() -> str:
@@ -72,6 +74,8 @@ def build(parsed: Parsed, inherited: Mapping[str, str], run_id: str | None = Non
     if "fresh" in parsed:
         env[FRESH] = env[RUN_ID]
     _check_settings(env, parsed)
+    if run_id is not None:  # else the ckpt-run above has told
+        _name_unknown(env)
     return env
 
 
@@ -142,8 +146,7 @@ def _forget_older_launch(env: dict[str, str]) -> None:
 
 def _check_settings(env: Mapping[str, str], parsed: Parsed) -> None:
     """Refuse a value that the training could only complain about when it is under way."""
-    given = {name for name in env if name.startswith("CKPT_RUN_") and env[name]}
-    if env[RESUME] == "auto" and given <= {RESUME, *NO_SETTINGS}:
+    if env[RESUME] == "auto" and _given(env) <= {RESUME, *NO_SETTINGS}:
         return
     from datastates import settings
 
@@ -155,3 +158,20 @@ def _check_settings(env: Mapping[str, str], parsed: Parsed) -> None:
             if option.variable and option.key in parsed:
                 message = message.replace(option.variable, option.name)
         raise UsageError(message) from None
+
+
+def _name_unknown(env: Mapping[str, str]) -> None:
+    """A variable that is misspelt has no effect, and nobody would notice."""
+    others = _given(env) - {RESUME, *NO_SETTINGS}
+    if not others:
+        return
+    from datastates import settings
+
+    known = [setting.variable for setting in settings.TABLE]
+    for name in sorted(others.difference(known)):
+        meant = settings.nearest(name.upper(), [*known, *FOR_USERS])
+        say(f"{name} is not a variable of ckpt-run, and has no effect; did you mean {meant}?")
+
+
+def _given(env: Mapping[str, str]) -> set[str]:
+    return {name for name in env if name.startswith("CKPT_RUN_") and env[name]}

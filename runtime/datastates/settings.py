@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -235,6 +235,13 @@ def _settle(setting: Setting, given: Mapping[str, Any], variables: Mapping[str, 
 
 def _unknown(key: str) -> str:
     known = [*BY_KEY, *DECORATED]
-    begun = [name for name in known if key and name.startswith(key)]
-    nearest = (begun or difflib.get_close_matches(key, known, n=1, cutoff=0.0))[0]
-    return f"runtime_config has no key {key!r}; did you mean {nearest!r}? Known keys: {', '.join([*DECORATED, *BY_KEY])}"
+    return (
+        f"runtime_config has no key {key!r}; did you mean {nearest(key, known)!r}?"
+        f" Known keys: {', '.join([*DECORATED, *BY_KEY])}"
+    )
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """Which of the ``known`` was probably meant: one that begins with ``word``, or else the one that looks most like it."""
+    begun = [name for name in known if word and name.startswith(word)]
+    return (begun or difflib.get_close_matches(word, known, n=1, cutoff=0.0))[0]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ckpt_run import environment
+from datastates.settings import TABLE
 from launch_tools import CKPT_RUN, HOOK, PRINT_ENVIRONMENT, Sandbox, commit_checkpoint
 from waiting import until
 
@@ -90,6 +94,36 @@ def test_a_variable_that_cannot_be_is_refused_before_anything_runs(sandbox: Sand
     done = sandbox.run("echo", "ran", env={name: "fast"})
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{name} is 'fast'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("CKPT_RUN_HOST_CACHE_SIZ", "CKPT_RUN_HOST_CACHE_SIZE"),
+        ("CKPT_RUN_HOST_CACHE", "CKPT_RUN_HOST_CACHE_SIZE"),
+        ("CKPT_RUN_KEEP_TRAINERS_SAVES", "CKPT_RUN_KEEP_TRAINER_SAVES"),
+        ("CKPT_RUN_OUTPUTDIR", "CKPT_RUN_OUTPUT_DIR"),
+        ("CKPT_RUN_RESUM", "CKPT_RUN_RESUME"),
+        ("CKPT_RUN_Occupied", "CKPT_RUN_OCCUPIED"),
+    ],
+)
+def test_a_misspelt_variable_is_named_once_with_the_one_that_was_meant_and_stops_nothing(
+    sandbox: Sandbox, wrong: str, right: str
+) -> None:
+    line = f"ckpt-run: {wrong} is not a variable of ckpt-run, and has no effect; did you mean {right}?\n"
+    done = sandbox.run(CKPT_RUN, "echo", "ran", env={wrong: "4"})
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran\n", line)
+    assert sandbox.run("env", env={wrong: "4"}).stderr == line
+
+
+def test_no_variable_of_ours_is_taken_for_a_misspelt_one(sandbox: Sandbox) -> None:
+    inner = [sys.executable, "-c", PRINT_ENVIRONMENT]
+    done = sandbox.run("--fresh", "sh", "-c", f"{CKPT_RUN} {shlex.join(inner)} && {CKPT_RUN} env")
+    assert (done.returncode, done.stderr) == (0, "")
+    folders = [Path(HOOK).parent, Path(environment.__file__).parent]
+    sources = [path.read_text() for folder in folders for path in folder.rglob("*.py")]
+    names = {name for text in sources for name in re.findall(r"CKPT_RUN_[A-Z_]*[A-Z]", text)}
+    assert names == {*environment.NO_SETTINGS, *(setting.variable for setting in TABLE)}
 
 
 def test_fresh_is_the_id_of_this_run_and_of_no_other(sandbox: Sandbox) -> None:

@@ -54,6 +54,10 @@ def test_every_path_that_the_readme_links_to_exists() -> None:
     assert [link for link in links if not link.startswith("#") and not (README.parent / link).exists()] == []
 
 
+def test_no_line_number_of_a_source_is_shown_since_it_would_be_wrong_soon() -> None:
+    assert re.findall(r"\.py:\d+", TEXT) == []
+
+
 def test_every_test_that_the_readme_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", TEXT)
     assert named

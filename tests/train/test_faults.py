@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -373,6 +374,57 @@ def test_a_directory_that_is_removed_during_training_costs_what_was_in_it(
     again = runs.decorated(output_dir, max_steps=9)
     again.train(resume_from_checkpoint=True)
     assert runs.steps_done(again) == [9]
+
+
+@pytest.mark.parametrize("moment", ["cast_vote", "collect_votes", "publish"])
+def test_a_checkpoint_that_a_callback_removes_while_it_is_saved_is_given_up_with_one_error(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, reached, removed = getattr(commit, moment), threading.Event(), threading.Event()
+
+    def held_up(checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+        if checkpoint.step == 4:
+            reached.set()
+            assert removed.wait(60)
+        return original(checkpoint, *args, **kwargs)
+
+    def remove() -> None:
+        assert reached.wait(60)
+        shutil.rmtree(runs.checkpoint(tmp_path, 4))
+        removed.set()
+
+    monkeypatch.setattr(commit, moment, held_up)
+    trainer = runs.decorated(tmp_path, callbacks=[At(step4=remove)])
+    trainer.train()
+    assert runs.steps_done(trainer) == list(range(1, 9))
+    assert checkpoints.whole(tmp_path) == [2, 6, 8]
+    [told] = errors(caplog)
+    assert "checkpoint-4 was not committed" in told
+    assert commit.GONE in told
+
+
+def test_a_checkpoint_that_is_removed_again_and_again_while_it_is_saved_costs_only_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whenever something of it is there: also while stock code writes."""
+    over = threading.Event()
+
+    def remove() -> None:
+        while not over.wait(0.0005):
+            shutil.rmtree(runs.checkpoint(tmp_path, 4), ignore_errors=True)
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        trainer = runs.decorated(tmp_path, processing_class=wordy())
+        trainer.train()
+    finally:
+        over.set()
+        thread.join()
+    assert runs.steps_done(trainer) == list(range(1, 9))
+    assert checkpoints.whole(tmp_path) == [2, 6, 8]
+    assert len(errors(caplog, 4)) <= 1, errors(caplog)  # none: it was whole before it was removed
+    assert errors(caplog) == errors(caplog, 4)
 
 
 # -- errors of the user's -----------------------------------------------------------------------------------------------

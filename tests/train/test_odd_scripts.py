@@ -335,9 +335,14 @@ def test_a_snapshot_taken_at_once_holds_what_no_check_can_notice(tmp_path: Path,
         assert torch.equal(saved["model.embed_tokens.weight"], seen[step])
 
 
+@pytest.mark.parametrize("resumes", [False, True], ids=["from the beginning", "resumed"])
 def test_a_second_training_into_the_same_directory_is_told_of_the_first_and_harms_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    resumes: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    start = None
+    if resumes:
+        decorated(tmp_path / "out", max_steps=2).train()
+        start = str(Root.of(tmp_path / "out").checkpoint(2).path)
     held = subprocess.Popen(
         [sys.executable, "-c", OCCUPANT, str(tmp_path / "out")],
         stdin=subprocess.PIPE,
@@ -347,10 +352,12 @@ def test_a_second_training_into_the_same_directory_is_told_of_the_first_and_harm
     assert held.stdout is not None
     assert held.stdout.readline() == "None\n"
     try:
-        decorated(tmp_path / "out").train()
+        decorated(tmp_path / "out").train(resume_from_checkpoint=start)
     finally:
         held.kill()
         held.wait()
-    assert "the other training saves into" in caplog.text
-    assert committed(tmp_path / "out") == []
+    [told] = [record.getMessage() for record in caplog.records if "is off for this" in record.getMessage()]
+    assert "the other training saves into" in told
+    assert ("(it goes on from " in told) == resumes
+    assert committed(tmp_path / "out") == ([2] if resumes else [])
     assert (tmp_path / "out" / "checkpoint-8" / "model.safetensors").exists()

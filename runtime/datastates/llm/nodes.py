@@ -192,7 +192,7 @@ class _Node:
         nothing = f"the nodes have no checkpoint in common under {self._place.path.parent}"
         if self._settings.resume == "required":
             self.refused = resume.NothingToResumeError(f"--resume required, and {nothing}")
-        logger.error("%s No Checkpoint found with step: -1: %s", log.PREFIX, nothing)
+        logger.error("%s No Checkpoint found with step: -1: %s", log.PREFIX, nothing, extra=log.TWO_FORMS)
 
     def _newest_first(self, lineage: str | None) -> list[Checkpoint]:
         return [

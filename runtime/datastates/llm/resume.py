@@ -143,7 +143,7 @@ def choose(
             "If that is where this training saves, --resume auto (CKPT_RUN_RESUME=auto) starts it from the beginning"
         )
     elif asked or lineage.other_model(known, request.fingerprint):
-        logger.error("%s No Checkpoint found with step: -1", log.PREFIX)
+        logger.error("%s No Checkpoint found with step: -1", log.PREFIX, extra=log.TWO_FORMS)
     return point
 
 

@@ -155,7 +155,10 @@ class Session:
         self.root = str(Path(self.root).parent)
         self.root_as_given = str(Path(self.root_as_given).parent)
         if self._ranks.rank == 0:
-            logger.error("%s is off for this training, Trainer saves by itself: %s", log.PREFIX, obstacle)
+            goes_on = f" (it goes on from {self.resume_path} all the same)" if self.resume_path else ""
+            logger.error(
+                "%s is off for this training, Trainer saves by itself: %s%s", log.PREFIX, obstacle, goes_on
+            )
 
     @property
     def root_now(self) -> str:

@@ -71,6 +71,8 @@ MAX_REASON = 4000
 REMOVED = ".removed"
 """Ends the name of a directory in ``.aside`` that is being deleted on purpose."""
 
+GONE = "its directory was removed while it was saved"
+
 _STABLE_TRIES = 3
 
 
@@ -91,13 +93,15 @@ def cast_vote(checkpoint: CheckpointDir, vote: Vote) -> None:
 
     Raises:
         ManifestError: no reader would accept the vote (a file outside the checkpoint, for example).
-        OSError: it could not be written.
+        OSError: it could not be written, or the directory is gone, and the files that the vote names with it.
     """
     data = vote.encode()
     parse_vote(data, checkpoint.vote(vote.rank))
     try:
         write_whole(checkpoint.vote(vote.rank), data)
     except FileNotFoundError:
+        if vote.files:
+            raise FileNotFoundError(errno.ENOENT, GONE, str(checkpoint.path)) from None
         checkpoint.prepare()
         write_whole(checkpoint.vote(vote.rank), data)
 
@@ -115,12 +119,13 @@ def collect_votes(
     timeout: float,
     cancelled: Callable[[], bool] = never,
 ) -> list[Vote]:
-    """Wait until every one of ``ranks`` has voted for this save; their votes in order of rank.
+    """Wait until every one of ``ranks`` has voted for this save; their votes in order of rank. To be called by one that has voted itself.
 
     Votes of other attempts and of earlier saves are passed over.
 
     Raises:
-        CommitAbandoned: a rank voted with an error or has gone on to a later save, ``timeout`` seconds are over, or ``cancelled`` said so.
+        CommitAbandoned: a rank voted with an error or has gone on to a later save, the directory is gone, ``timeout`` seconds are over, or
+            ``cancelled`` said so.
     """
     votes: dict[int, Vote] = {}
     trouble: dict[int, str] = {}
@@ -319,7 +324,7 @@ def _read_votes(checkpoint: CheckpointDir, pending: Collection[int]) -> Iterator
     try:
         present = {rank_of(path.name) for path in checkpoint.private.iterdir()}
     except FileNotFoundError:
-        return
+        raise CommitAbandoned(GONE) from None
     except OSError as error:
         for rank in pending:
             yield rank, f"{checkpoint.private} cannot be read: {error.strerror}"
@@ -407,6 +412,8 @@ def _check_presence(
         if not bad:
             return
         problems = [f"{verdict.path} {verdict.reason}" for verdict in verdicts if not verdict.ok]
+        if not checkpoint.private.is_dir():
+            raise CommitAbandoned(GONE)
     raise CommitAbandoned("cancelled" if cancelled() else problems[0])
 
 
