@@ -1,0 +1,1 @@
+"""ckpt-run beside its peers and beside the limits of the machine: ``python -m benchmarks``, or ``make bench``."""
