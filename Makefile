@@ -12,7 +12,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint format sanitize test-versions clean
+.PHONY: help install demo test lint format sanitize bench test-versions clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+: .*## ' Makefile | sed -E 's/^([a-z-]+): .*## /\1\t/' | expand -t 16
@@ -38,6 +38,9 @@ format: $(STAMPS)/lint ## let ruff and clang-format rewrite the sources
 
 sanitize: ## the engine's own tests under ThreadSanitizer and AddressSanitizer
 	csrc/tests/run_sanitizers.sh
+
+bench: $(STAMPS)/project $(STAMPS)/bench ## measure ckpt-run beside its peers; BENCH="--only save" picks, "--help" lists
+	$(BIN)/python -m benchmarks $(BENCH)
 
 test-versions: $(STAMPS)/project ## the training tests with transformers 4.57, and with the newest of everything
 	$(MAKE) --no-print-directory test-with NAME=tf457 PACKAGES='transformers==4.57.* accelerate==1.13.0 deepspeed==0.18.9'
@@ -75,6 +78,12 @@ $(STAMPS)/test: $(STAMPS)/project
 $(STAMPS)/lint: constraints.txt | $(BIN)/python
 	@mkdir -p $(STAMPS)
 	$(PIP) -c constraints.txt ruff mypy clang-format
+	@touch $@
+
+# torchsnapshot asks for old versions of what it needs, which stand in the list instead.
+$(STAMPS)/bench: benchmarks/requirements.txt $(STAMPS)/test
+	$(PIP) -c constraints.txt -r benchmarks/requirements.txt
+	$(PIP) --no-deps torchsnapshot
 	@touch $@
 
 # Other versions in a venv of their own: .venv-$(NAME). The module built for .venv serves it, the Python is the same.
