@@ -12,7 +12,8 @@ from datastates.store import commit
 from datastates.store.catalog import Catalog, damage
 from datastates.store.commit import CommitAbandoned
 from datastates.store.layout import CheckpointDir, Root
-from datastates.store.manifest import ManifestError, read_manifest
+from datastates.store.manifest import ManifestError, Vote, read_manifest
+from datastates.store.quorum import COMMITTED, Quorum
 from store_files import BY_STOCK, DAMAGES, FILES, entry, save, uncommitted, vote, write
 from waiting import until
 
@@ -282,7 +283,31 @@ def test_waits_end_with_the_outcome_whenever_it_is_published(root: Root) -> None
 
 
 def test_without_any_word_a_wait_ends_by_its_time_limit(root: Root) -> None:
-    assert commit.wait_outcome(root.checkpoint(10), "attempt1", 1, timeout=0.01) == "timeout"
+    assert commit.wait_outcome(written(root), "attempt1", 1, timeout=0.01) == "timeout"
+
+
+def test_a_wait_ends_when_the_checkpoint_has_expired_before_anybody_looked(root: Root) -> None:
+    checkpoint = save(root, 10).directory
+    commit.delete(checkpoint)
+    assert commit.wait_outcome(checkpoint, "attempt1", 1, timeout=1000) == "gone"
+
+
+def test_to_a_rank_that_looks_late_an_expired_checkpoint_was_committed(root: Root) -> None:
+    """``save_total_limit=1`` and quick saves: the next commit comes before this rank has looked."""
+    checkpoint = written(root)
+    first, second = (Quorum(root, "attempt1", rank, 0, (0, 1), timeout=1000) for rank in (0, 1))
+    told: list[str] = []
+    ballot = vote(checkpoint, {}, rank=1, world_size=2)
+    other = threading.Thread(target=lambda: told.append(second.follow(checkpoint, ballot)))
+
+    def commit_and_expire(votes: list[Vote]) -> None:
+        commit.publish(checkpoint, votes)
+        commit.delete(checkpoint)
+
+    other.start()
+    assert first.lead(checkpoint, vote(checkpoint, FILES, world_size=2), commit_and_expire) == COMMITTED
+    other.join(60)
+    assert told == [COMMITTED]
 
 
 def test_a_commit_stands_though_somebody_gives_up_afterwards(root: Root) -> None:

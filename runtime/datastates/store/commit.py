@@ -224,16 +224,18 @@ def wait_outcome(
     cancelled: Callable[[], bool] = never,
     waiting: int = 1,
 ) -> str:
-    """Wait for a save's end: ``"committed"``, ``"abandoned: <reason>"``, ``"timeout"`` or ``"cancelled"``. Never raises.
+    """Wait for a save's end: ``"committed"``, ``"abandoned: <reason>"``, ``"gone"``, ``"timeout"`` or ``"cancelled"``. Never raises.
+
+    Gone is the directory, in which this rank has voted.
 
     Args:
         waiting: how many processes wait for this word; the more, the longer the pauses.
     """
     for _ in polls(timeout, cancelled, max(LAST_POLL_SECONDS, waiting * SECONDS_PER_WAITER)):
-        look_again(checkpoint.private)
+        there = look_again(checkpoint.private)
         outcome = _outcome(checkpoint, attempt, save)
-        if outcome:
-            return outcome
+        if outcome or not there:
+            return outcome or "gone"
     return "cancelled" if cancelled() else "timeout"
 
 
@@ -278,10 +280,19 @@ def delete(checkpoint: CheckpointDir) -> None:
         _delete_tree(target)
 
 
-def look_again(directory: Path) -> None:
-    """Let a network file system ask its server what is in a directory: it remembers for up to a minute which names were not there."""
-    with contextlib.suppress(OSError):
+def look_again(directory: Path) -> bool:
+    """Let a network file system ask its server what is in a directory: it remembers for up to a minute which names were not there.
+
+    Returns:
+        False when there is no such directory.
+    """
+    try:
         os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def polls(

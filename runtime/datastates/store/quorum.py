@@ -61,6 +61,8 @@ class Quorum:
         )
         return {
             "committed": COMMITTED,
+            # By then it may have been beyond save_total_limit: nothing else removes a checkpoint. Where the user did, the committing rank tells.
+            "gone": COMMITTED,
             "cancelled": f"rank {self.committer} could not commit, nor write why",
             "timeout": f"rank {self.committer}, which commits, has said nothing within {WAIT * self.timeout:g} s",
         }.get(answer, answer.removeprefix("abandoned: "))
