@@ -23,6 +23,20 @@ def small(directory: Path, nbytes: int) -> Iterator[Path]:
         unmount(directory)
 
 
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """A directory that is there and cannot be written to, not even by root; the test is skipped where nothing may be mounted."""
+    path = str(directory)
+    done = subprocess.run(["mount", "--bind", path, path], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    try:
+        subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
+        yield
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
 def mount(directory: Path, nbytes: int) -> str:
     """Make ``directory`` an empty file system of ``nbytes`` bytes; why that cannot be, "" when it could. Ends with :func:`unmount`."""
     directory.mkdir()

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -221,6 +222,49 @@ def test_a_limit_of_the_file_size_costs_checkpoints_only(tmp_path: Path) -> None
     assert checkpoints.whole(tmp_path / "out") == [2, 6, 8]
     [line] = [line for line in training.text().splitlines() if "[ERROR]" in line and "checkpoint-4 " in line]
     assert "File too large" in line
+
+
+def under_the_launcher(directory: Path, limits: str = "true") -> str:
+    """Run a training of 8 steps to its good end, after the shell's ``limits``; what it printed."""
+    job = Job(str(directory / "out"), str(directory / "log"), decorated=False, resume=None)
+    script = [
+        sys.executable,
+        "-m",
+        "ckpt_run",
+        sys.executable,
+        str(SCRIPTS / "train.py"),
+        json.dumps(asdict(job)),
+    ]
+    command = ["bash", "-c", f"{limits} && exec {shlex.join(script)}"]
+    process = processes.launch(command, directory / "out.txt", CKPT_RUN_HOST_CACHE_SIZE="")
+    try:
+        code = process.wait(processes.PATIENCE)
+    finally:
+        processes.kill_tree(process)
+    text = (directory / "out.txt").read_text()
+    assert code == 0, text[-5000:]
+    assert [step for step, _ in processes.losses(job)] == list(range(1, 9))
+    return text
+
+
+def test_a_limit_of_the_file_size_below_everything_is_told_and_training_runs(tmp_path: Path) -> None:
+    told = [line for line in under_the_launcher(tmp_path, "ulimit -f 50").splitlines() if "[ERROR]" in line]
+    assert ["is off for this training" in line for line in told] == [True, False, False, False, False]
+    assert "File too large (the limit of file size, ulimit -f, counts for it as well)" in told[0]
+    for step, line in zip((2, 4, 6, 8), told[1:], strict=True):
+        assert f"checkpoint-{step} was not saved, training goes on" in line
+        assert "File too large" in line
+
+
+def test_a_read_only_output_directory_is_told_under_the_launcher_and_training_runs(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with disks.read_only(tmp_path / "out"):
+        text = under_the_launcher(tmp_path)
+    told = [line for line in text.splitlines() if "[ERROR]" in line]
+    assert ["is off for this training" in line for line in told] == [True, False, False, False, False]
+    assert all("Read-only file system" in line for line in told)
+    assert "Traceback" not in text
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(

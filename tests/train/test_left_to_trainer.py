@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import disks
 import pytest
 import runs
 from ckpt_run import resume as launcher
@@ -68,20 +69,6 @@ def occupied(output_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def read_only(output_dir: Path) -> Iterator[None]:
-    """Our directory, on a machine that may only read it; what is beside it may be written."""
-    root = str(runs.root(output_dir))
-    done = subprocess.run(["mount", "--bind", root, root], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr}")
-    try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", root], check=True)
-        yield
-    finally:
-        subprocess.run(["umount", "-l", root], check=True)
-
-
-@contextmanager
 def nothing(output_dir: Path) -> Iterator[None]:
     yield
 
@@ -89,7 +76,7 @@ def nothing(output_dir: Path) -> Iterator[None]:
 NO_MEMORY = {"at": "datastates.llm.host_cache:engine", "do": "ENOMEM"}
 OFF: dict[str, tuple[Any, dict[str, Any]]] = {
     "another process has it": (occupied, {}),
-    "it is read-only": (read_only, {}),
+    "it is read-only": (lambda output_dir: disks.read_only(runs.root(output_dir)), {}),
     "no memory for the engine": (nothing, {"faults": [NO_MEMORY, KILLED_AFTER_6]}),
     "not decorated": (nothing, {"decorated": False}),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 
@@ -76,9 +77,13 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
     while True:
         try:
             return _sized(size, settings)
-        except OSError:  # a limit on address space, for example
+        except OSError as error:  # a limit on address space, for example
             size //= 2
             if size < _SMALLEST_DEFAULT:
+                if os.strerror(errno.EFBIG) in str(error):
+                    raise OSError(
+                        f"{error} (the limit of file size, ulimit -f, counts for it as well)"
+                    ) from error
                 raise
 
 
