@@ -51,12 +51,13 @@ def check_costs(job: Job, told: Told) -> None:
     """Of each save: calls to the file system, as docs/design.md counts them."""
     longest = max(commit.LAST_POLL_SECONDS, (job.world - 1) * commit.SECONDS_PER_WAITER)
     for rank in told[1:]:
-        for calls, seconds in zip(rank["calls"], rank["seconds"], strict=True):
+        for save, (calls, seconds) in enumerate(zip(rank["calls"], rank["seconds"], strict=True)):
             looks = calls["lstat"]
             assert looks <= 8 + seconds / longest
             assert calls["open"] <= 2 + 3 * looks
             others = {name: calls[name] for name in calls if name not in ("open", "lstat")}
-            assert sum(others.values()) <= 12, others
+            # Ranks that make the same directories at once find each other's half-way: three calls for a level. There are two more at first.
+            assert sum(others.values()) <= (12 if save else 18), others
             assert not {"listdir", "scandir"} & others.keys()
     for calls, seconds in zip(told[0]["calls"], told[0]["seconds"], strict=True):
         assert calls["listdir"] <= 2 * (8 + seconds / commit.LAST_POLL_SECONDS)
