@@ -85,6 +85,11 @@ def prepare(arguments: dict[str, Any]) -> None:
         import transformers.training_args
 
         transformers.training_args.is_torch_bf16_gpu_available = lambda: True
+    if arguments.get("fp16"):
+        # DeepSpeed asks whether the processor is fast at it. torch can do it on any.
+        from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+        CPU_Accelerator.is_fp16_supported = lambda self: True
     import deepspeed.runtime.zero.stage_1_and_2 as zero_1_and_2
 
     # gloo writes into views of a tensor that autograd follows, which torch 2.13 refuses.

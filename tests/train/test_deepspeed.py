@@ -20,6 +20,8 @@ from sharding import zero
 from test_exact import exactly_resumed
 
 BF16 = {"bf16": True}
+SCALED = {"fp16": {"enabled": "auto", "initial_scale_power": 22, "hysteresis": 1}}
+"""The loss scale is too high for the first three steps, which are skipped: the third stands behind a save."""
 GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
 OFFLOADED = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
 BLOCKS = {
@@ -47,11 +49,13 @@ MODES = {
     "stage 0 in bf16": Mode({**zero(0), **BF16}, {"global_step4/mp_rank_00_model_states.pt"}),
     "stage 1": Mode(zero(1), shards()),
     "stage 2": Mode(zero(2), shards()),
+    "stage 2 in fp16": Mode({**zero(2, SCALED), "fp16": True}, shards()),
     "stage 2 in bf16": Mode({**zero(2), **BF16, "gradient_accumulation_steps": 4}, shards("bf16_zero")),
     "stage 2 offloaded": Mode(zero(2, **OFFLOADED), shards()),
     "stage 2 with an adapter": Mode(zero(2), shards() | {"adapter_model.safetensors"}, "lora"),
     "stage 2 with own optimizer and scheduler": Mode(OWN, shards()),
     "stage 3": Mode(zero(3), shards()),
+    "stage 3 in fp16": Mode({**zero(3, SCALED), "fp16": True}, shards()),
     "stage 3 gathered in bf16": Mode(
         {**zero(3, **GATHERED), **BF16}, shards("bf16_zero") | {"model.safetensors"}
     ),
@@ -66,6 +70,7 @@ SELDOM = {
     "stage 2",
     "stage 2 offloaded",
     "stage 2 with own optimizer and scheduler",
+    "stage 3 in fp16",
     "stage 3 offloaded",
     "stage 3 with an adapter",
 }
@@ -145,6 +150,14 @@ def test_whatever_is_large_is_copied_late_on_both_ranks(mode: str, trained: Call
         assert last["late_bytes"] > 0
 
 
+def test_in_fp16_a_save_stands_before_a_step_that_is_skipped(trained: Callable[[str], Pair]) -> None:
+    """Or else the comparisons above would see nothing of that."""
+    ours = trained("stage 2 in fp16").ours
+    names = [f"checkpoint-{step}/global_step{step}/mp_rank_00_model_states.pt" for step in STEPS]
+    states = [torch.load(runs.root(ours) / name, weights_only=False) for name in names]
+    assert [state["skipped_steps"] for state in states] == [2, 3]
+
+
 @pytest.mark.parametrize("through", ["in place", "data"])
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.campaign), 2])
 def test_a_weight_changed_between_save_and_step_costs_one_checkpoint_and_is_copied_at_once_from_then_on(
@@ -173,7 +186,9 @@ def test_a_weight_changed_between_save_and_step_costs_one_checkpoint_and_is_copi
     assert [len(parts) for parts in eager] == [0, 1]
 
 
-@pytest.mark.parametrize("mode", ["stage 1", "stage 2 in bf16", "stage 3 gathered in bf16"])
+@pytest.mark.parametrize(
+    "mode", ["stage 1", "stage 2 in bf16", "stage 2 in fp16", "stage 3 gathered in bf16"]
+)
 def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
     how = MODES[mode]
     exactly_resumed(tmp_path, 2, how.arguments, random.randrange(10**6), kills=1, kind=how.kind)
