@@ -439,3 +439,45 @@ def test_sweeps_of_two_processes_at_once_lose_nothing_committed(root: Root) -> N
     assert [process.returncode for process in processes] == [0] * 4
     assert root.steps() == sorted((step for step in range(10, 200, 10) if step % 20), reverse=True)
     assert all(damage(checkpoint) is None for checkpoint in Catalog(root).checkpoints())
+
+
+# -- a rank whose training has failed -------------------------------------------------------------------------------------
+
+
+def failed(root: Root, rank: int, patience: float) -> Quorum:
+    return Quorum(root, "attempt1", rank, 0, (0, 1, 2), 1000, failed=lambda: True, patience=patience)
+
+
+def test_once_training_has_failed_here_the_votes_of_others_are_waited_for_no_longer_than_patience(
+    root: Root,
+) -> None:
+    checkpoint = written(root)
+    mine = vote(checkpoint, FILES, world_size=3)
+    reason = failed(root, 0, 0.1).lead(checkpoint, mine, lambda votes: pytest.fail("published"))
+    assert reason == "ranks 1, 2 said nothing within 0 s after training had failed here"
+    theirs = vote(checkpoint, {}, rank=1, world_size=3)
+    assert Quorum(root, "attempt1", 1, 0, (0, 1, 2), 1000).follow(checkpoint, theirs) == reason
+
+
+def test_once_training_has_failed_here_the_committing_rank_is_waited_for_no_longer_than_patience(
+    root: Root,
+) -> None:
+    checkpoint = written(root)
+    mine = vote(checkpoint, {}, rank=1, world_size=3)
+    reason = failed(root, 1, 0.1).follow(checkpoint, mine)
+    assert reason == "rank 0, which commits, said nothing within 0 s after training had failed here"
+
+
+def test_a_vote_that_comes_after_training_has_failed_here_still_makes_the_commit(root: Root) -> None:
+    checkpoint = written(root)
+    commit.cast_vote(checkpoint, vote(checkpoint, {}, rank=1, world_size=3))
+    mine = vote(checkpoint, FILES, world_size=3)
+    late = vote(checkpoint, {}, rank=2, world_size=3)
+    timer = threading.Timer(0.2, commit.cast_vote, (checkpoint, late))
+    timer.start()
+    try:
+        reason = failed(root, 0, 1000).lead(checkpoint, mine, lambda votes: commit.publish(checkpoint, votes))
+    finally:
+        timer.join()
+    assert reason == COMMITTED
+    assert [found.step for found in Catalog(root).checkpoints() if found.committed] == [10]

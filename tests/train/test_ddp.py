@@ -215,6 +215,22 @@ def test_a_rank_that_dies_ends_the_waits_of_the_other(tmp_path: Path) -> None:
     assert set(checkpoints.whole(Path(training.job.output_dir))) <= {2, 4, 6, 8}
 
 
+@pytest.mark.campaign
+@pytest.mark.parametrize(("at", "rank"), [("cast_vote", 1), ("publish", 0)])
+def test_a_rank_that_nobody_ends_waits_a_minute_for_one_that_died_between_save_and_commit(
+    at: str, rank: int, tmp_path: Path
+) -> None:
+    """As where they are on two nodes. With the limits as they are: exit_timeout is more than a test waits for the end of a rank."""
+    dies = {"at": f"datastates.store.commit:{at}", "do": "kill", "nth": 2, "rank": rank}
+    training = Training(job(tmp_path, faults=[dies], pause=0.02, orderly=False), 2)
+    codes = training.join()
+    assert (codes[rank], codes[1 - rank]) == (-9, 1)
+    assert checkpoints.whole(Path(training.job.output_dir)) == [2]
+    [line] = told(training, 1 - rank, 4)
+    assert f"rank {rank}" in line
+    assert "said nothing within 60 s after training had failed here" in line
+
+
 @pytest.mark.parametrize(("at", "rank"), [("cast_vote", 1), ("publish", 0)])
 def test_after_a_rank_died_between_save_and_commit_the_next_launch_resumes_from_the_checkpoint_before(
     at: str, rank: int, tmp_path: Path, undisturbed: tuple[Training, dict[str, Any]]

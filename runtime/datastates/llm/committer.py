@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +21,10 @@ from datastates.store.manifest import FileEntry, Vote
 from datastates.store.quorum import Quorum
 
 logger = log.logger("datastates.llm.decorator")
+
+OTHERS_SECONDS = 60.0
+"""Once training has failed here, how long other ranks may be silent about a save, unless it took this rank longer. Most often it failed because
+one of them is gone; on another node, no launcher ends those that would wait for its vote."""
 
 VISIBLE_SECONDS = 60.0
 """How long a file of another rank may take to be seen by the committing one; by default NFS remembers no longer that it was not there."""
@@ -56,10 +61,15 @@ class Committer:
         self._journal = journal
         self._root = root
         self._after_commit = after_commit
+        self._failed = threading.Event()
 
     @property
     def commits(self) -> bool:
         return self._ranks.leads
+
+    def training_has_failed(self) -> None:
+        """On this rank: from now on the others have ``OTHERS_SECONDS`` for their words."""
+        self._failed.set()
 
     def finish(self, save: Save, error: str | None) -> Outcome:
         """Vote; commit, or learn what became of the save. Never raises OSError: that is an outcome too."""
@@ -83,10 +93,13 @@ class Committer:
 
     def _vote_and_settle(self, save: Save, error: str | None) -> Outcome:
         vote = self._vote(save.step, save.number, () if error else _entries(save), error)
+        patience = max(OTHERS_SECONDS, time.time() - save.began)
+        quorum = replace(self._quorum, failed=self._failed.is_set, patience=patience)
         if not self.commits:
-            reason = self._quorum.follow(save.directory, vote)
+            reason = quorum.follow(save.directory, vote)
             return Outcome(not reason, reason)
-        quorum = replace(self._quorum, voters=tuple(save.voters())) if save.voters else self._quorum
+        if save.voters:
+            quorum = replace(quorum, voters=tuple(save.voters()))
         reason = quorum.lead(save.directory, vote, lambda votes: self._publish(save, votes))
         if reason:
             return Outcome(False, reason)

@@ -148,6 +148,8 @@ class Loop:
 
     def end(self, failed: bool) -> None:
         """The process ends."""
+        if failed:
+            self._committer.training_has_failed()
         self.saver.wait_for_all()
         if failed:
             self._journal.event("error", text="the program has failed")

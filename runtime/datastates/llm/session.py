@@ -357,6 +357,8 @@ class Session:
         if error is not None:
             resume.train_call_failed(str(self._root.path.parent), self.ordinal)
         if self.active:
+            if error is not None:
+                self._committer.training_has_failed()
             self.wait_for_all()
             self.active = False
             if error is None:

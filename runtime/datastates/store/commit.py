@@ -84,6 +84,14 @@ class CommitAbandoned(Exception):  # noqa: N818 - an outcome of the protocol, no
         self.reason = reason
 
 
+class VotesCancelled(CommitAbandoned):
+    """Nobody waits any longer for the votes of the ranks that are ``missing``."""
+
+    def __init__(self, missing: list[int]) -> None:
+        super().__init__(f"cancelled: no vote from {named(missing)}")
+        self.missing = missing
+
+
 def never() -> bool:
     return False
 
@@ -124,8 +132,8 @@ def collect_votes(
     Votes of other attempts and of earlier saves are passed over.
 
     Raises:
-        CommitAbandoned: a rank voted with an error or has gone on to a later save, the directory is gone, ``timeout`` seconds are over, or
-            ``cancelled`` said so.
+        CommitAbandoned: a rank voted with an error or has gone on to a later save, the directory is gone, or ``timeout`` seconds are over.
+        VotesCancelled: ``cancelled`` said so.
     """
     votes: dict[int, Vote] = {}
     trouble: dict[int, str] = {}
@@ -138,9 +146,10 @@ def collect_votes(
                 votes[rank] = _accept(found, checkpoint, save)
         if votes.keys() >= set(ranks):
             return [votes[rank] for rank in sorted(votes)]
+    missing = sorted(set(ranks) - votes.keys())
     if cancelled():
-        raise CommitAbandoned("cancelled")
-    raise CommitAbandoned(_nobody_voted(sorted(set(ranks) - votes.keys()), trouble, timeout))
+        raise VotesCancelled(missing)
+    raise CommitAbandoned(_nobody_voted(missing, trouble, timeout))
 
 
 def publish(
@@ -363,9 +372,14 @@ def _accept(vote: Vote, checkpoint: CheckpointDir, save: int) -> Vote:
 
 
 def _nobody_voted(missing: list[int], trouble: dict[int, str], timeout: float) -> str:
-    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     known = next((f" ({trouble[rank]})" for rank in missing if rank in trouble), "")
-    return f"no vote from {'rank' if len(missing) == 1 else 'ranks'} {shown} within {timeout:g} s{known}"
+    return f"no vote from {named(missing)} within {timeout:g} s{known}"
+
+
+def named(missing: list[int]) -> str:
+    """``rank 3``, or ``ranks 3, 7``; of many, the first eight."""
+    shown = ", ".join(map(str, missing[:8])) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    return f"{'rank' if len(missing) == 1 else 'ranks'} {shown}"
 
 
 def _agreed(votes: Sequence[Vote]) -> Vote:

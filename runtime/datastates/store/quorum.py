@@ -7,6 +7,7 @@ for votes, the others twice as long for its word.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,10 @@ its word says who is missing."""
 
 @dataclass(frozen=True, slots=True)
 class Quorum:
-    """One attempt's voters. ``rank`` is this process, ``voters`` are all that vote, ``committer`` the one of them that commits."""
+    """One attempt's voters. ``rank`` is this process, ``voters`` are all that vote, ``committer`` the one of them that commits.
+
+    Once ``failed`` (this rank's training has, most often because another rank is gone), the others have ``patience`` seconds for their words.
+    """
 
     root: Root
     attempt: str
@@ -32,6 +36,8 @@ class Quorum:
     committer: int
     voters: tuple[int, ...]
     timeout: float
+    failed: Callable[[], bool] = commit.never
+    patience: float = 0.0
 
     def lead(self, checkpoint: CheckpointDir, vote: Vote, publish: Callable[[list[Vote]], object]) -> str:
         """The committing rank: vote, collect the votes and let ``publish`` commit them, or abandon the save and tell the others."""
@@ -51,14 +57,17 @@ class Quorum:
         trouble = self.cast(checkpoint, vote)
         if trouble:
             return vote.error or trouble
+        impatient = self._impatience()
         answer = commit.wait_outcome(
             checkpoint,
             self.attempt,
             vote.save,
             WAIT * self.timeout,
-            lambda: last_word.has_given_up(self.root, self.attempt, vote.save, self.committer),
+            lambda: impatient() or last_word.has_given_up(self.root, self.attempt, vote.save, self.committer),
             waiting=len(self.voters) - 1,
         )
+        if answer == "cancelled" and impatient():
+            return f"rank {self.committer}, which commits, {self._has_been_silent}"
         return {
             "committed": COMMITTED,
             # By then it may have been beyond save_total_limit: nothing else removes a checkpoint. Where the user did, the committing rank tells.
@@ -85,19 +94,33 @@ class Quorum:
 
     def _collect(self, checkpoint: CheckpointDir, save: int) -> list[Vote]:
         silent: list[int] = []
+        impatient = self._impatience()
 
-        def somebody_gave_up() -> bool:
+        def in_vain() -> bool:
             silent[:] = last_word.given_up(self.root, self.attempt, save)
-            return bool(silent)
+            return bool(silent) or impatient()
 
         try:
-            return commit.collect_votes(
-                checkpoint, self.attempt, save, self.voters, self.timeout, somebody_gave_up
-            )
-        except commit.CommitAbandoned:
+            return commit.collect_votes(checkpoint, self.attempt, save, self.voters, self.timeout, in_vain)
+        except commit.VotesCancelled as trouble:
             if silent:
                 raise commit.CommitAbandoned(f"rank {silent[0]} could not even write its vote") from None
-            raise
+            raise commit.CommitAbandoned(f"{commit.named(trouble.missing)} {self._has_been_silent}") from None
+
+    def _impatience(self) -> Callable[[], bool]:
+        """For one wait: whether the others have had their time. It begins with the wait or the failure, whichever comes later."""
+        since: list[float] = []
+
+        def over() -> bool:
+            if not since and self.failed():
+                since.append(time.monotonic())
+            return bool(since) and time.monotonic() >= since[0] + self.patience
+
+        return over
+
+    @property
+    def _has_been_silent(self) -> str:
+        return f"said nothing within {self.patience:.0f} s after training had failed here"
 
     def _give_up(self, save: int) -> None:
         try:
