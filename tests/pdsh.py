@@ -1,4 +1,8 @@
-"""A stand-in for pdsh, by which deepspeed reaches other nodes: it runs what it is given for each node on this machine."""
+"""A stand-in for pdsh, by which deepspeed reaches other nodes: it runs what it is given for each node on this machine.
+
+deepspeed lets every node go to the directory of the launch. That is a path, and on another node something else lies there: hence the node's
+own directory in its place.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,18 @@ nodes = words[words.index("-w") + 1].split(",")
 command = words[words.index("-w") + 2:]
 if any("pkill" in word for word in command):
     sys.exit("pkill would end other people's processes too")
+here = "cd " + os.path.abspath(".") + ";"
+if here not in command:
+    sys.exit("deepspeed no longer says where to go: " + " ".join(command))
 running = []
 for number, node in enumerate(nodes):
     home = os.path.join({homes!r}, node)
     os.makedirs(home, exist_ok=True)
-    line = " ".join(command).replace("%n", str(number))
+    line = " ".join("cd " + home + ";" if word == here else word for word in command).replace("%n", str(number))
     env = ["env", "-i", "HOME=" + home, "PATH=/usr/bin:/bin", "NODE=" + node, "OMP_NUM_THREADS=1", "PYTHONWARNINGS=ignore"]
     running.append(subprocess.Popen(env + ["sh", "-c", line], cwd=home))
-sys.exit(max(process.wait() for process in running))
+codes = [process.wait() for process in running]
+sys.exit(max(255 if code < 0 else code for code in codes))  # as ssh says it where the other side has vanished
 """
 
 

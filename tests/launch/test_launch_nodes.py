@@ -53,7 +53,8 @@ def test_hook_and_settings_arrive_on_every_node(sandbox: Sandbox, two_nodes: lis
     words = ["--resume", "required", "--output-dir", "out put", str(SCRIPTS / "deepspeed"), *two_nodes]
     done = sandbox.run(*words, sandbox.script("rank.py", RANK), timeout=START, env={"HF_HUB_OFFLINE": "0"})
     assert done.returncode == 0, done.stderr[-5000:]
-    found = [json.loads((sandbox.path / f"rank-{rank}").read_text()) for rank in (0, 1)]
+    places = [sandbox.path / "homes" / name for name in ("node-a/rank-0", "node-b/rank-1")]
+    found = [json.loads(place.read_text()) for place in places]
     assert [rank["env"]["NODE"] for rank in found] == ["node-a", "node-b"]
     for rank in found:
         assert rank["hooked"] == ["sitecustomize"]

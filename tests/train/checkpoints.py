@@ -11,6 +11,9 @@ from datastates.store.catalog import Catalog
 from datastates.store.layout import PRIVATE, Root
 from safetensors.torch import load_file
 
+WHERE_IT_WAS_TRAINED = ("training_args.bin", "trainer_state.json", ".metadata")
+"""Files that hold the output directory, or how fast the evaluation was."""
+
 
 def whole(output_dir: Path) -> list[int]:
     """The steps that are committed, lowest first; every byte of them has been checked."""
@@ -33,6 +36,14 @@ def tree(directory: Path) -> dict[str, bytes]:
 def digests(directory: Path) -> dict[str, str]:
     """As :func:`tree`, but short enough for a failing comparison to be readable."""
     return {name: hashlib.sha256(data).hexdigest()[:12] for name, data in tree(directory).items()}
+
+
+def digests_anywhere(directory: Path) -> dict[str, str]:
+    """As :func:`digests`, of files that tell where it was trained only the names."""
+    return {
+        name: "" if name.endswith(WHERE_IT_WAS_TRAINED) else digest
+        for name, digest in digests(directory).items()
+    }
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:

@@ -14,6 +14,8 @@ from pathlib import Path
 import checkpoints
 import pdsh
 import processes
+import psutil
+import pytest
 import runs
 from desk import NEEDS_DEEPSPEED
 from processes import SCRIPTS, Job, Training, lines, losses
@@ -36,6 +38,7 @@ class Nodes:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.output = path / "printed"
         pdsh.install(path / "bin", path / "homes")
         (path / "launcher").mkdir()
 
@@ -48,42 +51,91 @@ class Nodes:
         words = pdsh.two_nodes(self.path / "hosts", processes.free_port())
         return processes.launch(
             [sys.executable, "-m", "ckpt_run", deepspeed, *words, str(script)],
-            Path(f"{job.log}.out"),
+            self.output,
             cwd=self.path / "launcher",
             PATH=f"{self.path / 'bin'}{os.pathsep}{os.environ['PATH']}",
             DS_ACCELERATOR="cpu",
         )
 
 
-@NEEDS_DEEPSPEED
-def test_killed_on_both_nodes_and_relaunched_equals_uninterrupted(tmp_path: Path) -> None:
-    quiet = Job(str(tmp_path / "stock"), str(tmp_path / "stock-log"), False, None, arguments=ARGUMENTS)
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The same training by stock Trainer."""
+    folder = tmp_path_factory.mktemp("stock")
+    quiet = Job(str(folder / "out"), str(folder / "log"), False, None, arguments=ARGUMENTS)
     Training(quiet, 2).finish()
-    nodes = Nodes(tmp_path)
-    job = Job(str(tmp_path / "out"), str(tmp_path / "log"), False, None, pause=0.05, arguments=ARGUMENTS)
-    output = Path(f"{job.log}.out")
+    return quiet
 
-    process = nodes.launch(job)
+
+def ours(path: Path) -> Job:
+    """``log`` is relative: each rank keeps its own where its node works (see :func:`seen_on`)."""
+    return Job(str(path / "out"), "log", False, None, pause=0.05, arguments=ARGUMENTS)
+
+
+def seen_on(nodes: Nodes, job: Job, rank: int) -> Job:
+    return replace(job, log=str(nodes.path / "homes" / ("node-a", "node-b")[rank] / job.log))
+
+
+def until_a_commit(process: subprocess.Popen[bytes], nodes: Nodes) -> None:
+    """And a random moment longer."""
+    until(
+        lambda: runs.committed(nodes.path / "out") or process.poll() is not None,
+        "a commit",
+        processes.PATIENCE,
+        nodes.output.read_text,
+    )
+    time.sleep(random.uniform(0, 0.3))
+
+
+@NEEDS_DEEPSPEED
+def test_killed_on_both_nodes_and_relaunched_equals_uninterrupted(tmp_path: Path, undisturbed: Job) -> None:
+    nodes = Nodes(tmp_path)
+    process = nodes.launch(ours(tmp_path))
     try:
-        until(
-            lambda: runs.committed(tmp_path / "out") or process.poll() is not None,
-            "a commit",
-            seen=output.read_text,
-        )
-        time.sleep(random.uniform(0, 0.3))
+        until_a_commit(process, nodes)
     finally:
         processes.kill_tree(process)
-    before = checkpoints.whole(tmp_path / "out")[-1]
+    ends_as_undisturbed(nodes, undisturbed)
+
+
+@pytest.mark.campaign
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("lost", ["node-a", "node-b"])
+def test_where_one_node_is_lost_the_other_ends_by_itself_and_the_next_launch_equals_uninterrupted(
+    lost: str, tmp_path: Path, undisturbed: Job
+) -> None:
+    nodes = Nodes(tmp_path)
+    process = nodes.launch(ours(tmp_path))
+    try:
+        until_a_commit(process, nodes)
+        for member in psutil.Process(process.pid).children(recursive=True):
+            if member.environ().get("NODE") == lost:
+                member.kill()
+        until(
+            lambda: process.poll() is not None, "the other node", processes.PATIENCE, nodes.output.read_text
+        )
+    finally:
+        processes.kill_tree(process)
+    assert process.returncode > 0
+    ends_as_undisturbed(nodes, undisturbed)
+
+
+def ends_as_undisturbed(nodes: Nodes, stock: Job) -> None:
+    """Launched once more, after it was killed in the middle of what both nodes had committed parts of."""
+    output_dir = nodes.path / "out"
+    before = checkpoints.whole(output_dir)[-1]
     assert before < STEPS, "it was too fast to be killed"
     shards = {f"global_step{before}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)}
-    assert shards <= checkpoints.digests(runs.checkpoint(tmp_path / "out", before)).keys()
+    assert shards <= checkpoints.digests(runs.checkpoint(output_dir, before)).keys()
 
-    process = nodes.launch(replace(job, pause=0.0))
-    until(lambda: process.poll() is not None, "the end", processes.PATIENCE, output.read_text)
-    assert process.returncode == 0, output.read_text()[-5000:]
+    process = nodes.launch(replace(ours(nodes.path), pause=0.0))
+    until(lambda: process.poll() is not None, "the end", processes.PATIENCE, nodes.output.read_text)
+    assert process.returncode == 0, nodes.output.read_text()[-5000:]
     for rank in (0, 1):
-        expected = dict(losses(quiet, rank))
+        job, expected = seen_on(nodes, ours(nodes.path), rank), dict(losses(stock, rank))
         assert [(step, loss) for step, loss in losses(job, rank) if loss != expected[step]] == []
         assert [step for step, _ in losses(job, rank)].count(1) == 1, "it started over"
-        assert lines(job, rank)[-1] == lines(quiet, rank)[-1]
-    assert not list((tmp_path / "out").glob("checkpoint-*"))
+        assert lines(job, rank)[-1] == lines(stock, rank)[-1]
+    last, by_stock = runs.checkpoint(output_dir, STEPS), Path(stock.output_dir) / f"checkpoint-{STEPS}"
+    assert checkpoints.digests_anywhere(last) == checkpoints.digests_anywhere(by_stock)
+    assert not list(output_dir.glob("checkpoint-*"))
