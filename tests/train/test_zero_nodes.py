@@ -41,6 +41,9 @@ class Nodes:
         self.output = path / "printed"
         pdsh.install(path / "bin", path / "homes")
         (path / "launcher").mkdir()
+        # Or each node would build DeepSpeed's kernel in its home, which takes longer than everything else.
+        extensions = f"TORCH_EXTENSIONS_DIR={os.environ['TORCH_EXTENSIONS_DIR']}\n"
+        (path / "launcher" / ".deepspeed_env").write_text(extensions)
 
     def launch(self, job: Job) -> subprocess.Popen[bytes]:
         """``ckpt-run deepspeed`` with a script that knows nothing of it."""
