@@ -113,7 +113,7 @@ def _newest(summary: RunSummary) -> Text:
     if newest is None or newest.manifest is None:
         return Text("no checkpoint is committed yet")
     manifest = newest.manifest
-    others = f"; {summary.committed} committed in all" if summary.committed > 1 else ""
+    others = f"; {summary.committed} are kept" if summary.committed > 1 else ""
     files = count(len(manifest.files), "file")
     name = f"step {newest.step}"
     if newest.path.name != f"checkpoint-{newest.step}":
