@@ -17,7 +17,7 @@ Results = dict[str, list[Figures]]
 
 @dataclass(frozen=True)
 class Column:
-    """A figure in the table. ``unit``: s, ms, MiB, or x for a ratio."""
+    """A figure in the table. ``unit``: s, ms or MiB."""
 
     figure: str
     unit: str
@@ -25,22 +25,17 @@ class Column:
     def text(self, value: float | None) -> str:
         if value is None:
             return ""
-        scale, digits = {"s": (1.0, 3), "ms": (1000.0, 1), "MiB": (1 / (1 << 20), 0), "x": (1.0, 3)}[
-            self.unit
-        ]
+        scale, digits = {"s": (1.0, 3), "ms": (1000.0, 1), "MiB": (1 / (1 << 20), 0)}[self.unit]
         return f"{value * scale:.{digits}f}"
 
 
 @dataclass(frozen=True)
 class Target:
-    """``figure`` of ``ours`` is to be at most ``most`` times the least of ``than``'s ``of`` (by default the same figure); without ``than``, at
-    most ``most``.
-    """
+    """``figure`` of ``ours`` is to be at most ``most`` times the least of those of ``than``; without ``than``, at most ``most``."""
 
     figure: str
     most: float
     than: tuple[str, ...] = ()
-    of: str = ""
     ours: str = "ckpt-run"
 
     def reached(self, medians: Mapping[str, Figures]) -> float | None:
@@ -48,17 +43,15 @@ class Target:
         ours = medians.get(self.ours, {}).get(self.figure)
         if ours is None or not self.than:
             return ours
-        other = self.of or self.figure
-        least = min(
-            (medians[name][other] for name in self.than if other in medians.get(name, {})), default=0.0
-        )
+        theirs = (medians.get(name, {}).get(self.figure) for name in self.than)
+        least = min((figure for figure in theirs if figure is not None), default=0.0)
         return ours / least if least > 0 else None
 
     def words(self) -> str:
         if not self.than:
             return f"{self.figure} of {self.ours}: at most {self.most:g}"
         than = "the best peer" if len(self.than) > 1 else self.than[0]
-        return f"{self.figure} of {self.ours}: at most {self.most:.3g} x {self.of or 'that'} of {than}"
+        return f"{self.figure} of {self.ours}: at most {self.most:.3g} x that of {than}"
 
 
 @dataclass(frozen=True)

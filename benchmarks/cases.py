@@ -37,6 +37,20 @@ def _saving(name: str, work: str, targets: tuple[Target, ...], **arguments: obje
     )
 
 
+def _training(name: str, work: str, most: float, save_steps: int) -> Case:
+    """``most``: how many times longer than without saves it may take."""
+    return Case(
+        name,
+        work,
+        "benchmarks.training",
+        "visit",
+        ("without saves", "ckpt-run", "stock Trainer"),
+        (Column("seconds", "s"), Column("stall", "ms")),
+        (Target("seconds", most, ("without saves",)),),
+        {"save_steps": save_steps},
+    )
+
+
 SAVE_TARGETS = (
     Target("stall", 0.1, PEERS),
     Target("lost", 1 / 3, PEERS),
@@ -70,26 +84,13 @@ CASES = {
             saves=1,
         ),
         _saving("many", "20,000 tensors of 4 to 64 KiB", MANY_TARGETS, state="many", nbytes=0),
-        Case(
+        _training(
             "train",
             "Trainer, 42 M parameters, AdamW, 500 MB a checkpoint, saved at every 4th step",
-            "benchmarks.training",
-            "visit",
-            ("without saves", "ckpt-run", "stock Trainer"),
-            (Column("seconds", "s"), Column("stall", "ms")),
-            (Target("seconds", 1.03, ("without saves",)),),
-            {"save_steps": 4},
+            1.03,
+            4,
         ),
-        Case(
-            "train-every-step",
-            "the same, saved at every step",
-            "benchmarks.training",
-            "visit",
-            ("without saves", "ckpt-run", "stock Trainer"),
-            (Column("seconds", "s"), Column("stall", "ms")),
-            (Target("seconds", 1.3, ("without saves",)),),
-            {"save_steps": 1},
-        ),
+        _training("train-every-step", "the same, saved at every step", 1.3, 1),
         Case(
             "launch",
             "starting `python -c pass`",

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from benchmarks import raw, states
@@ -54,24 +55,21 @@ class Work:
         return built
 
 
-def visit(contestant: str, **work: Any) -> dict[str, float]:
-    """The medians of this process; ``work`` as :class:`Work` has it."""
-    return _visit(contestant, Work(**work))
-
-
-def _visit(name: str, work: Work) -> dict[str, float]:
+def visit(contestant: str, **given: Any) -> dict[str, float]:
+    """The medians of this process; ``given`` as :class:`Work` has it."""
     torch.set_num_threads(1)
+    work = Work(**given)
     state = work.build()
     total = states.nbytes(state)
     with tempfile.TemporaryDirectory(dir=work.folder) as folder:
-        if name == "raw write":
+        if contestant == "raw write":
             return {"durable": min(raw.write(Path(folder) / "raw", total, threads) for threads in (1, 4))}
-        before = _resident()
-        contestant = ALL[name](Path(folder), state, max(int(total * work.cache), 64 << 20))
+        before = psutil.Process().memory_info().rss
+        taking_part = ALL[contestant](Path(folder), state, max(int(total * work.cache), 64 << 20))
         try:
-            return _measure(contestant, work, before)
+            return _measure(taking_part, work, before)
         finally:
-            contestant.close()
+            taking_part.close()
 
 
 def _measure(contestant: Contestant, work: Work, before: int) -> dict[str, float]:
@@ -167,14 +165,8 @@ def _settle(contestant: Contestant, step: int) -> None:
 
 def _cpu_seconds() -> float:
     """Of this process and all that are below it, living ones as well."""
-    import psutil
-
     found = [psutil.Process(), *psutil.Process().children(recursive=True)]
     return sum(times.user + times.system for times in (process.cpu_times() for process in found))
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def _peak() -> int:

@@ -11,17 +11,17 @@ import sysconfig
 import time
 from pathlib import Path
 
-import datastates
+from ckpt_run.environment import CARRIER, RUN_ID, hook_folder
 
 REPEATS = 20
 SCRIPTS = sysconfig.get_path("scripts")
 CKPT_RUN = str(Path(SCRIPTS) / "ckpt-run")
-HOOK = str(Path(datastates.__file__).absolute().parent / "_hook")
 PYTHON = [sys.executable, "-c", "pass"]
 
 COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
     "python": (PYTHON, {}),
-    "the hook": (PYTHON, {"PYTHONPATH": HOOK, "CKPT_RUN_RUN_ID": "benchmark"}),
+    "the hook": (PYTHON, {"PYTHONPATH": hook_folder(), RUN_ID: "benchmark"}),
+    "the hook, settings carried": (PYTHON, {"PYTHONPATH": hook_folder(), CARRIER: "e30="}),
     "ckpt-run": ([CKPT_RUN, *PYTHON], {}),
     "ckpt-run --exec": ([CKPT_RUN, "--exec", *PYTHON], {}),
     "ddtrace-run": (["ddtrace-run", *PYTHON], {}),

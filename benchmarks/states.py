@@ -7,7 +7,6 @@ import torch
 State = dict[str, torch.Tensor]
 
 KIB = 1 << 10
-MIB = 1 << 20
 
 
 def alike(nbytes: int, tensors: int = 300) -> State:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from datastates.store.layout import Root
+from datastates.store.verify import usable_cores
+
 from benchmarks import states
 from benchmarks.contestants import CkptRun
 
@@ -24,7 +27,7 @@ def visit(contestant: str, folder: str, nbytes: int = NBYTES) -> dict[str, float
         saver = CkptRun(Path(output_dir), states.alike(nbytes), 1 << 30)
         saver.save(1)
         saver.wait()
-        checkpoint = Path(output_dir) / "concurrent_checkpoint" / "checkpoint-1"
+        checkpoint = Root.of(output_dir).checkpoint(1).path
         saver.state.clear()
         read = _verify if contestant == "ckpt-run verify" else _read
         _forget(checkpoint)
@@ -52,7 +55,7 @@ def _read(checkpoint: Path) -> None:
     for path in _files(checkpoint):
         file = os.open(path, os.O_RDONLY)
         try:
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            with ThreadPoolExecutor(usable_cores()) as pool:
                 for _ in pool.map(
                     lambda start, f=file: _read_range(f, start), range(0, path.stat().st_size, RANGE)
                 ):

@@ -26,29 +26,49 @@ def small(directory: Path, nbytes: int) -> Iterator[Path]:
 @contextmanager
 def read_only(directory: Path) -> Iterator[None]:
     """A directory that is there and cannot be written to, not even by root; the test is skipped where nothing may be mounted."""
-    path = str(directory)
-    done = subprocess.run(["mount", "--bind", path, path], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr}")
+    problem = _bind(directory)
+    if problem:
+        pytest.skip(f"nothing can be mounted here: {problem}")
     try:
-        subprocess.run(["mount", "-o", "remount,bind,ro", path], check=True)
+        _remount_read_only(directory)
         yield
     finally:
-        subprocess.run(["umount", "-l", path], check=True)
+        unmount(directory)
+
+
+def freeze(directory: Path) -> None:
+    """Make it read-only, as a kernel does after errors, by a second mount over it: files that are open stay writable. Ends with :func:`unmount`."""
+    problem = _bind(directory)
+    assert not problem, problem
+    _remount_read_only(directory)
 
 
 def mount(directory: Path, nbytes: int) -> str:
     """Make ``directory`` an empty file system of ``nbytes`` bytes; why that cannot be, "" when it could. Ends with :func:`unmount`."""
     directory.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "ckpt-run-test", str(directory)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        return str(error)
-    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
+    return _mount("-t", "tmpfs", "-o", f"size={nbytes}", "ckpt-run-test", str(directory))
 
 
 def unmount(directory: Path) -> None:
     """Take away every mount at ``directory``; files that are still open keep their own until they are closed."""
     while os.path.ismount(directory):
         subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def _bind(directory: Path) -> str:
+    """The directory once more over itself, with options of its own."""
+    return _mount("--bind", str(directory), str(directory))
+
+
+def _remount_read_only(directory: Path) -> None:
+    problem = _mount("-o", "remount,bind,ro", str(directory))
+    assert not problem, problem
+
+
+def _mount(*words: str) -> str:
+    """Why it cannot be, "" when it could."""
+    try:
+        done = subprocess.run(["mount", *words], capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from datastates.llm import host_cache, resume
@@ -36,8 +37,5 @@ def _environment() -> Iterator[None]:
 
     Building a Trainer sets or removes CKPT_LAST_STEP, and with transformers 4.57 its arguments leave their precision in the environment.
     """
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys():
-        del os.environ[name]
-    os.environ.update(before)
+    with mock.patch.dict(os.environ):
+        yield

@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -133,6 +134,18 @@ def launch(
         )
 
 
+def train_after(folder: Path, lines: str) -> Path:
+    """A script that runs ``lines`` and then is train.py."""
+    script = folder / "script.py"
+    script.write_text(
+        f"{lines}\n"
+        "import runpy, sys\n"
+        f"sys.argv[0] = {str(SCRIPTS / 'train.py')!r}\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    return script
+
+
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """SIGKILL to a command and everything below it, in whatever session: launchers put ranks into sessions of their own."""
     try:
@@ -146,6 +159,28 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
             continue
     process.wait()
     psutil.wait_procs(family, timeout=PATIENCE)
+
+
+OCCUPANT = """
+import sys
+from datastates.store.layout import Root
+from datastates.store.occupant import occupy
+print(occupy(Root.of(sys.argv[1]), "the other training"), flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def occupied(output_dir: Path) -> Iterator[None]:
+    """By a process that has the directory and does nothing with it, as one that hangs."""
+    command = [sys.executable, "-c", OCCUPANT, str(output_dir)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as held:
+        try:
+            assert held.stdout is not None
+            assert held.stdout.readline() == "None\n"
+            yield
+        finally:
+            held.kill()
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:

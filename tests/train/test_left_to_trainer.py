@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ import disks
 import pytest
 import runs
 from ckpt_run import resume as launcher
-from processes import Job, Training, losses
+from processes import Job, Training, losses, occupied
 
 KILLED_AT_6 = {"at": "datastates.store.commit:publish", "do": "kill", "nth": 3}
 """Steps 2 and 4 are committed."""
@@ -51,21 +49,6 @@ def killed(tmp_path: Path) -> Path:
 
 
 # -- why we could not save ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def occupied(output_dir: Path) -> Iterator[None]:
-    """By a process that has the directory and does nothing with it, as one that hangs."""
-    code = (
-        "import sys; from datastates.store import layout, occupant; "
-        "print(occupant.occupy(layout.Root.of(sys.argv[1]), 'a process that hangs'), flush=True); sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(output_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout and process.stdout.readline() == b"None\n"
-        yield
-        process.kill()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from processes import SCRIPTS, Job
+from processes import Job
 
 LINES = """
 from datastates.llm import log
@@ -65,12 +65,10 @@ def test_logging_that_is_set_up_between_two_lines_counts_from_then_on() -> None:
 
 
 def test_a_training_that_logs_to_terminal_and_file_has_each_line_once_in_both(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import logging, runpy, sys\n"
-        "logging.basicConfig(handlers=[logging.StreamHandler(), logging.FileHandler('log.txt')], level='INFO')\n"
-        f"sys.argv[0] = {str(SCRIPTS / 'train.py')!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    script = processes.train_after(
+        tmp_path,
+        "import logging\n"
+        "logging.basicConfig(handlers=[logging.StreamHandler(), logging.FileHandler('log.txt')], level='INFO')",
     )
     job = Job(str(tmp_path / "out"), str(tmp_path / "log"), resume=False, orderly=True)
     process = processes.launch(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,15 +21,8 @@ from datastates.store import commit
 from datastates.store.catalog import Catalog
 from datastates.store.layout import Root
 from datastates.store.runrecord import RunRecord
+from processes import occupied
 from transformers import Trainer, TrainerCallback
-
-OCCUPANT = """
-import sys
-from datastates.store.layout import Root
-from datastates.store.occupant import occupy
-print(occupy(Root.of(sys.argv[1]), "the other training"), flush=True)
-sys.stdin.read()
-"""
 
 
 def decorated(output_dir: Path, **options: Any) -> Trainer:
@@ -155,10 +146,8 @@ def test_a_script_that_ends_in_another_directory_gives_its_own_back_and_may_try_
     with pytest.raises(RuntimeError, match="the network is gone"):
         trainer.train()
     assert resume.ordinal(str(tmp_path / "out")) == 0
-    told = subprocess.run(
-        [sys.executable, "-c", OCCUPANT, str(tmp_path / "out")], input="", capture_output=True, text=True
-    )
-    assert told.stdout == "None\n"
+    with occupied(tmp_path / "out"):
+        pass
 
 
 def test_where_no_thread_can_be_had_saves_are_synchronous_and_training_goes_on(
@@ -343,19 +332,8 @@ def test_a_second_training_into_the_same_directory_is_told_of_the_first_and_harm
     if resumes:
         decorated(tmp_path / "out", max_steps=2).train()
         start = str(Root.of(tmp_path / "out").checkpoint(2).path)
-    held = subprocess.Popen(
-        [sys.executable, "-c", OCCUPANT, str(tmp_path / "out")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert held.stdout is not None
-    assert held.stdout.readline() == "None\n"
-    try:
+    with occupied(tmp_path / "out"):
         decorated(tmp_path / "out").train(resume_from_checkpoint=start)
-    finally:
-        held.kill()
-        held.wait()
     [told] = [record.getMessage() for record in caplog.records if "is off for this" in record.getMessage()]
     assert "the other training saves into" in told
     assert ("(it goes on from " in told) == resumes

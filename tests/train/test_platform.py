@@ -221,13 +221,7 @@ def test_the_tests_run_with_the_platforms_versions_or_newer() -> None:
 
 
 def test_resume_with_nothing_there_says_the_line_in_both_forms_under_the_launcher(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import logging, runpy, sys\n"
-        "logging.basicConfig()\n"
-        f"sys.argv[0] = {str(SCRIPTS / 'train.py')!r}\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
+    script = processes.train_after(tmp_path, "import logging; logging.basicConfig()")
     job = Job(str(tmp_path / "out"), str(tmp_path / "log"), decorated=False, arguments={"max_steps": 1})
     command = [sys.executable, "-m", "ckpt_run", sys.executable, str(script), json.dumps({**asdict(job)})]
     process = processes.launch(command, tmp_path / "out.txt")

@@ -35,9 +35,9 @@ def at_the_disk(error: BaseException, root: str) -> bool:
     carried = _carried(error)
     if carried:
         return all(at_the_disk(one, root) for one in carried.values())
-    if isinstance(error, shutil.Error):
-        # Of copytree: (from, to, why) for each file, with the number of the error in words only.
-        return bool(_uncopied(error)) and all(_is_below(target, root) for _, target, _ in _uncopied(error))
+    uncopied = _uncopied(error)
+    if uncopied:
+        return all(_is_below(target, root) for _, target, _ in uncopied)
     if isinstance(error, OSError):
         return only_disks_have(error) or any(
             _is_below(name, root) for name in (error.filename, error.filename2)
@@ -60,8 +60,9 @@ def in_words(error: BaseException) -> str:
     carried = _carried(error)
     if carried:
         return "; ".join(f"rank {rank}: {in_words(one)}" for rank, one in sorted(carried.items()))
-    if isinstance(error, shutil.Error) and _uncopied(error):
-        (_, target, why), *more = _uncopied(error)
+    uncopied = _uncopied(error)
+    if uncopied:
+        (_, target, why), *more = uncopied
         return f"{target}: {why}" + (f" (and {len(more)} more files)" if more else "")
     return f"{type(error).__name__}: {error}"
 
@@ -74,8 +75,9 @@ def _carried(error: BaseException) -> dict[int, BaseException]:
     return {rank: one for rank, (one, _) in error.failures.items()}
 
 
-def _uncopied(error: shutil.Error) -> list[tuple[Any, Any, Any]]:
-    told = error.args[0] if error.args else None
+def _uncopied(error: BaseException) -> list[tuple[Any, Any, Any]]:
+    """From, to and why of each file that ``shutil.copytree`` could not copy; its error has the numbers of those errors in words only."""
+    told = error.args[0] if isinstance(error, shutil.Error) and error.args else None
     return [one for one in told if isinstance(one, tuple) and len(one) == 3] if isinstance(told, list) else []
 
 

@@ -322,12 +322,18 @@ class _Search:
         Args:
             alone: whether it is the only training in here. Otherwise it has to show in the log which of them goes on.
         """
-        before, stranger_told = Story.read(ours.path), False
-        for step, path in self._stock_since(ours, lineage):
-            problem, story = stock_problem(path), Story.read(path)
+        later, stranger_told = [*self._stock_since(ours, lineage)], False
+        before = Story.read(ours.path) if later else None
+        for step, path in later:
+            problem = stock_problem(path)
             if problem:
                 self.on_skip(path, problem)
-            elif before and story and story.goes_on_from(before) and (alone or before.entries):
+            elif (
+                before
+                and (story := Story.read(path))
+                and story.goes_on_from(before)
+                and (alone or before.entries)
+            ):
                 return ResumePoint(path, step, STOCK, ours.lineage)
             elif not stranger_told:
                 stranger_told = True
@@ -343,8 +349,8 @@ class _Search:
         manifest = Checkpoint.load(ours.path).manifest
         since = max(manifest.created if manifest else saved_at(ours.path), lineage.began if lineage else 0.0)
         for step, path in stock_checkpoints(self.root.path.parent):
-            committed = Catalog(self.root).get(step).problem != NOT_COMMITTED
-            if step > ours.step and saved_at(path) > since and not committed:
+            newer = step > ours.step and saved_at(path) > since
+            if newer and Catalog(self.root).get(step).problem == NOT_COMMITTED:
                 yield step, path
 
     def _newest(self, lineage: str) -> Checkpoint | None:

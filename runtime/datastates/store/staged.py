@@ -68,7 +68,7 @@ def settle(path: Path) -> None:
     manifest = _manifest(path)
     if manifest is None:
         return
-    directory = CheckpointDir(path, manifest.step, name_of(manifest.attempt, manifest.save))
+    directory = _waiting(path, manifest)
     folder = directory.private / directory.staged
     if not folder.is_dir():
         return
@@ -92,7 +92,7 @@ def waits(path: Path) -> bool:
 
 def places(path: Path, manifest: Manifest) -> dict[Path, list[FileEntry]]:
     """The files of the committed checkpoint at ``path`` by the directory that they lie in now: those that wait to be moved into place lie elsewhere."""
-    folder = CheckpointDir(path, manifest.step, name_of(manifest.attempt, manifest.save)).files
+    folder = _waiting(path, manifest).files
     found: dict[Path, list[FileEntry]] = {folder: [], path: []}
     for entry in manifest.files:
         found[folder if os.path.lexists(folder / entry.path) else path].append(entry)
@@ -103,6 +103,11 @@ def uncommitted(path: Path) -> bool:
     """Whether a save of ours began here and was never committed. False for what stock code wrote, and for what is not there."""
     private = path / PRIVATE
     return private.is_dir() and not any(os.path.lexists(private / name) for name in ("manifest.json", _STOCK))
+
+
+def _waiting(path: Path, manifest: Manifest) -> CheckpointDir:
+    """The committed checkpoint as it was written: where its files wait, unless they were written in place or have been moved there."""
+    return CheckpointDir(path, manifest.step, name_of(manifest.attempt, manifest.save))
 
 
 def _present(path: Path) -> set[str]:
