@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from datastates.store import staged
 from datastates.store.catalog import NOT_COMMITTED, Checkpoint, verify
 from datastates.store.layout import PRIVATE, step_of
 from datastates.store.loops import all_checkpoints
@@ -17,6 +18,8 @@ from ckpt_run.resume import fastest_crc32
 from ckpt_run.wording import count, size
 
 DAMAGED = 1
+TRIES = 5
+"""How often a checkpoint is read that training replaces or moves while it is read."""
 
 
 def show(path: Path) -> int:
@@ -25,35 +28,65 @@ def show(path: Path) -> int:
     if not path.is_dir():
         console.print(f"{path} is not a directory")
         return DAMAGED
-    if step_of(path.name) is not None or (path / PRIVATE).is_dir():
-        return _show_all([Checkpoint.load(path, step_of(path.name))], console, asked_for=True)
-    root = root_at(path)
-    checkpoints = all_checkpoints(root) if root else []
-    if not checkpoints:
-        console.print(f"there is no checkpoint of ckpt-run in {path}")
-        return DAMAGED
-    return _show_all(checkpoints, console, asked_for=False)
-
-
-def _show_all(checkpoints: list[Checkpoint], console: Console, asked_for: bool) -> int:
-    """``asked_for``: a person named this one checkpoint; then one that was never committed fails as well."""
-    good = 0
-    bad = 0
-    for checkpoint in checkpoints:
-        console.print(Text(str(checkpoint.path), style="bold"))
-        if checkpoint.problem == NOT_COMMITTED and not asked_for:
-            console.print("  skipped    was never committed: it is in flight, or its run was interrupted")
-            continue
-        verdicts = _verify(checkpoint)
-        for verdict in verdicts:
-            console.print(_line(verdict, checkpoint))
-        bad += sum(not verdict.ok for verdict in verdicts)
-        good += sum(verdict.ok for verdict in verdicts)
+    root = None
+    if step_of(path.name) is None and not (path / PRIVATE).is_dir():
+        root = root_at(path)
+        if root is None or not all_checkpoints(root):
+            console.print(f"there is no checkpoint of ckpt-run in {path}")
+            return DAMAGED
+    for _ in range(TRIES):
+        found = all_checkpoints(root) if root else [Checkpoint.load(path, step_of(path.name))]
+        good, bad, gone = _show_all(found, console, asked_for=root is None)
+        if good or bad or not gone:
+            break
+        # All of them have given way to newer ones meanwhile: those are looked at.
     if bad:
         console.print(Text(f"{count(bad, 'file')} damaged or missing, {good} ok", style="bold red"))
         return DAMAGED
     console.print(Text(f"{count(good, 'file')} ok", style="bold green"))
     return 0 if good else DAMAGED
+
+
+def _show_all(checkpoints: list[Checkpoint], console: Console, asked_for: bool) -> tuple[int, int, int]:
+    """How many files are good and bad, and how many checkpoints went while they were read.
+
+    ``asked_for``: a person named this one checkpoint; then one that was never committed fails as well.
+    """
+    good = bad = gone = 0
+    for listed in checkpoints:
+        console.print(Text(str(listed.path), style="bold"))
+        if listed.problem == NOT_COMMITTED and not asked_for:
+            console.print("  skipped    was never committed: it is in flight, or its run was interrupted")
+            continue
+        checkpoint, verdicts = _verify_what_is_there(listed)
+        if checkpoint is None:
+            console.print("  skipped    was removed, or replaced by a newer one, while it was read")
+            gone += 1
+            continue
+        for verdict in verdicts:
+            console.print(_line(verdict, checkpoint))
+        bad += sum(not verdict.ok for verdict in verdicts)
+        good += sum(verdict.ok for verdict in verdicts)
+    return good, bad, gone
+
+
+def _verify_what_is_there(checkpoint: Checkpoint) -> tuple[Checkpoint | None, list[FileVerdict]]:
+    """Training may go on meanwhile: what was read is bad only if it still is the checkpoint of that manifest, and lies where it lay.
+
+    None for one that is no longer there, or is replaced each time.
+    """
+    for left in reversed(range(TRIES)):
+        may_move = left > 0 and staged.waits(checkpoint.path)
+        verdicts = _verify(checkpoint)
+        if all(verdict.ok for verdict in verdicts):
+            return checkpoint, verdicts
+        now = Checkpoint.load(checkpoint.path, step_of(checkpoint.path.name))
+        if now == checkpoint and not may_move:
+            return checkpoint, verdicts
+        if checkpoint.committed and now.problem == NOT_COMMITTED:
+            break
+        checkpoint = now
+    return None, []
 
 
 def _verify(checkpoint: Checkpoint) -> list[FileVerdict]:

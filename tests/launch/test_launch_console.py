@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pty
 import subprocess
 import sys
+import threading
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from datastates.store import commit, staged
 from datastates.store.journal import Journal
 from datastates.store.layout import LOOP_HOME, Root
+from datastates.store.manifest import FileEntry, Vote
 from datastates.store.runrecord import RunRecord
 from launch_tools import CKPT_RUN, Sandbox, commit_checkpoint, finish
 from waiting import until
@@ -233,6 +239,66 @@ def test_what_was_never_committed_fails_only_when_it_is_named(sandbox: Sandbox) 
     done = sandbox.run("verify", str(newest.with_name("checkpoint-300")))
     assert done.returncode == 1
     assert "never committed" in done.stdout
+
+
+def newer_ones(out: Path) -> Iterator[None]:
+    """A training with ``save_total_limit=1``."""
+    for step in itertools.count(1):
+        commit_checkpoint(out, step)
+        commit.delete(Root.of(out).checkpoint(step - 1))
+        yield
+
+
+def one_name_again_and_again(out: Path) -> Iterator[None]:
+    """A training loop that always saves into ``last``."""
+    path = Root.of(out).path / "last"
+    for number in itertools.count(1):
+        directory = staged.open_directory(path, number, "attempt1", number)
+        data = str(number).encode() * 50_000
+        (directory.files / "model").write_bytes(data)
+        vote = Vote(
+            attempt="attempt1",
+            save=number,
+            step=number,
+            rank=0,
+            world_size=1,
+            lineage="lineage1",
+            ordinal=0,
+            files=(FileEntry("model", len(data), zlib.crc32(data)),),
+        )
+        commit.cast_vote(directory, vote)
+        if directory.staged:
+            staged.replace(directory)
+        commit.publish(directory, [vote], others=[])
+        staged.settle(path)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("saves", "path"),
+    [(newer_ones, "out"), (one_name_again_and_again, "out/concurrent_checkpoint/last")],
+    ids=["newer ones", "one name again and again"],
+)
+def test_verify_calls_nothing_damaged_while_training_goes_on(
+    saves: Callable[[Path], Iterator[None]], path: str, sandbox: Sandbox
+) -> None:
+    steps = saves(sandbox.path / "out")
+    next(steps)
+    over = threading.Event()
+
+    def train() -> None:
+        while not over.wait(0.002):
+            next(steps)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    try:
+        told = [sandbox.run("verify", path).stdout for _ in range(10)]
+    finally:
+        over.set()
+        thread.join()
+    assert [text for text in told if "MISSING" in text or "DAMAGED" in text] == []
+    assert sandbox.run("verify", path).returncode == 0
 
 
 @pytest.mark.parametrize("path", ["nowhere", "."])

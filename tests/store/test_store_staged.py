@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,8 +82,8 @@ def test_until_the_commit_the_old_one_is_whole(tmp_path: Path, until: str) -> No
     assert read(tmp_path / "last") == NEW
 
 
-def operations(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Settle again and again, each time interrupted one step later."""
+def interruptions(act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Do it again and again, each time interrupted one step later."""
     for allowed in range(100):
         left = [allowed]
 
@@ -100,7 +100,7 @@ def operations(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
             for name in ("replace", "unlink", "rmdir"):
                 patch.setattr(os, name, interrupted(getattr(os, name)))
             try:
-                staged.settle(path)
+                act()
             except KeyboardInterrupt:
                 yield allowed
             else:
@@ -113,8 +113,7 @@ def test_interrupted_anywhere_after_the_commit_it_goes_on(
     save(tmp_path / "last", 1, OLD)
     save(tmp_path / "last", 2, NEW, "published")
     assert staged.waits(tmp_path / "last")
-    interruptions = list(operations(tmp_path / "last", monkeypatch))
-    assert len(interruptions) > 3
+    assert len(list(interruptions(lambda: staged.settle(tmp_path / "last"), monkeypatch))) > 3
     assert read(tmp_path / "last") == NEW
     assert not staged.waits(tmp_path / "last")
 
@@ -125,7 +124,7 @@ def test_between_the_commit_and_the_move_every_file_is_found_and_verified(
     last = tmp_path / "last"
     save(last, 1, OLD)
     save(last, 2, NEW, "published")
-    for _ in operations(last, monkeypatch):
+    for _ in interruptions(lambda: staged.settle(last), monkeypatch):
         verdicts = [verdict for verdict in verify(Checkpoint.load(last)) if verdict.path in NEW]
         assert [(verdict.path, verdict.ok) for verdict in verdicts] == [(name, True) for name in sorted(NEW)]
 
@@ -165,3 +164,46 @@ def test_a_first_save_that_was_never_committed_counts_for_nothing(tmp_path: Path
     found = Checkpoint.load(tmp_path / "last")
     assert damage(found) is None
     assert found.step == 2
+
+
+def test_no_shard_of_a_save_that_was_never_committed_is_left_and_what_the_user_put_beside_it_stays(
+    tmp_path: Path,
+) -> None:
+    last = tmp_path / "last"
+    save(last, 1, OLD, "voted")
+    (last / "mine").write_text("mine")
+    save(last, 2, NEW)
+    assert read(last) == {**NEW, "mine": "mine"}
+
+
+@pytest.mark.parametrize("kind", ["committed", "never committed", "stock"])
+def test_a_checkpoint_whose_removal_was_interrupted_passes_for_none(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = tmp_path / "last"
+    if kind == "stock":
+        (last / "shard").mkdir(parents=True)
+        (last / "model").write_text("stock")
+        (last / "shard/0").write_text("stock")
+    else:
+        save(last, 1, OLD, "voted" if kind == "never committed" else "settled")
+    seen = 0
+    for _ in interruptions(lambda: staged.remove(last), monkeypatch):
+        assert staged.uncommitted(last) or read_anything(last) == kind, sorted(last.rglob("*"))
+        seen += 1
+    assert seen > 3
+    assert not last.exists()
+
+
+def read_anything(path: Path) -> str:
+    """What a checkpoint counts for while nothing has been removed of it."""
+    if (path / ".ckpt/manifest.json").exists():
+        return "committed" if read(path) == OLD else ""
+    return "stock" if {file.name for file in path.rglob("*") if file.is_file()} >= {"model", "0"} else ""
+
+
+def test_a_directory_in_which_nothing_has_been_written_yet_is_no_checkpoint(tmp_path: Path) -> None:
+    assert staged.uncommitted(tmp_path)
+    assert not staged.uncommitted(tmp_path / "missing")
+    (tmp_path / "model").write_text("stock")
+    assert not staged.uncommitted(tmp_path)

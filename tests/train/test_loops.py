@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,31 @@ def test_where_latest_is_damaged_the_tag_before_is_loaded(
     assert len(told(training, "skipping")) == 1
 
 
+def remove_newest(directory: Path) -> None:
+    shutil.rmtree(directory / "step_6")
+
+
+def cut_latest(directory: Path) -> None:
+    (directory / "latest").write_bytes(b"")
+
+
+def blank_latest(directory: Path) -> None:
+    (directory / "latest").write_bytes(b"\0\xff\0\0\0\0")
+
+
+@pytest.mark.parametrize(("harm", "step"), [(remove_newest, 4), (cut_latest, 6), (blank_latest, 6)])
+def test_where_latest_leads_to_nothing_the_newest_committed_tag_is_loaded(
+    harm: Callable[[Path], None], step: int, stock: dict[str, Training], tmp_path: Path
+) -> None:
+    Training(job(tmp_path, steps=6), 2).finish()
+    harm(tmp_path / "ours")
+    training = Training(job(tmp_path), 2)
+    assert training.finish()["weights"] == lines(stock["deepspeed"].job)[-1]["weights"]
+    assert resumed(training) == [0, step]
+    [line] = told(training, "skipping")
+    assert "is not there, and 'latest' leads to it" in line
+
+
 def test_latest_is_written_with_the_commit(tmp_path: Path) -> None:
     kill = {"at": PUBLISH, "do": "kill", "rank": 0}
     killed(tmp_path, 2, faults=[kill])
@@ -295,6 +321,34 @@ def test_automatic_naming_keeps_what_total_limit_says_and_resumes_from_the_newes
     assert [whole(folder / name) for name in names(folder)] == [True, True]
 
 
+AMONG_THE_FILES = {
+    "at": "accelerate.accelerator:save_accelerator_state",
+    "when": "after",
+    "do": "kill",
+    "rank": 0,
+}
+
+
+@pytest.mark.parametrize("way", [way for way in ALL if way.startswith("accelerate")])
+def test_killed_among_the_files_of_a_save_automatic_naming_resumes_from_the_one_before(
+    way: str, stock: dict[str, Training], tmp_path: Path
+) -> None:
+    ranks, how = ALL[way]
+    killed(tmp_path, ranks, name="", orderly=True, faults=[{**AMONG_THE_FILES, "nth": 3}], **how)
+    assert len(names(tmp_path / "ours/checkpoints")) == 3
+    training = Training(job(tmp_path, name="", **how), ranks)
+    assert training.finish()["weights"] == lines(stock[way].job)[-1]["weights"]
+    assert resumed(training) == [0, 4]
+    assert [whole(tmp_path / f"ours/checkpoints/checkpoint_{number}") for number in range(4)] == [True] * 4
+
+
+def test_where_nothing_was_ever_committed_automatic_naming_says_how_to_begin_again(tmp_path: Path) -> None:
+    killed(tmp_path, 1, way="accelerate", name="", faults=[AMONG_THE_FILES])
+    training = Training(job(tmp_path, way="accelerate", name=""))
+    assert training.join() == [1]
+    assert f"remove {tmp_path}/ours/checkpoints to start from the beginning" in training.text()
+
+
 @pytest.mark.parametrize("damaged", ["optimizer.bin", ".ckpt/manifest.json"])
 def test_a_damaged_checkpoint_moves_aside_when_automatic_naming_comes_to_its_number_again(
     damaged: str, stock: dict[str, Training], tmp_path: Path
@@ -339,6 +393,17 @@ def test_a_script_that_reads_at_once_can_have_the_call_wait(tmp_path: Path) -> N
     training = Training(job(tmp_path, way="accelerate", settings=wait, faults=[slow]))
     training.finish()
     assert all(line["seconds"] > 0.2 for line in lines(training.job) if "saved" in line)
+
+
+@pytest.mark.parametrize("name", ["last", "step_{step}"])
+def test_every_rank_that_had_the_call_wait_may_read_at_once(name: str, tmp_path: Path) -> None:
+    wait = {"CKPT_RUN_LOOP_SAVES": "wait"}
+    slow = {"at": "datastates.store.staged:settle", "do": "sleep", "amount": 0.3, "rank": 0}
+    late = {"at": "datastates.llm.committer:_write", "do": "sleep", "amount": 0.3, "rank": 0}
+    training = Training(job(tmp_path, name=name, read=True, settings=wait, faults=[slow, late]), 2)
+    training.finish()
+    for rank in (0, 1):
+        assert [line["read"] for line in lines(training.job, rank) if "read" in line] == [2, 4, 6, 8]
 
 
 @pytest.mark.parametrize("way", ["deepspeed", "accelerate, one process"])

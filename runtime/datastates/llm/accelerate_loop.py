@@ -12,10 +12,9 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +34,6 @@ logger = log.logger("datastates.llm.decorator")
 
 GRACE_SECONDS = 30.0
 """How long a rank may come later to a save than rank 0, before it counts as one that does not take part."""
-VISIBLE_SECONDS = 60.0
-"""How long rank 0 may take to come to a load, when it has to move files into place first."""
 
 _SHARDED = ("FSDP", "DEEPSPEED", "MEGATRON_LM")
 _SHARED_NAMES = re.compile(r"dl_state_dict(_\d+)?\.bin|scaler\.pt")
@@ -95,16 +92,26 @@ def _write(
     limit, config.total_limit = config.total_limit, None  # old ones go when this one is committed
     where = {"output_dir": str(directory.files)} if directory.staged else {}
     try:
-        with _meeting_kept(accelerator, config.automatic_checkpoint_naming):
+        with _meeting_kept(accelerator, config.automatic_checkpoint_naming, directory):
             original(accelerator, **{**given, **where})
     finally:
         config.total_limit = limit
 
 
 @contextmanager
-def _meeting_kept(accelerator: Any, automatic: bool) -> Iterator[None]:
-    """With automatic naming the ranks meet before they write; a rank that fails before attends it all the same."""
-    with counted_calls(accelerator, "wait_for_everyone") as met:
+def _meeting_kept(accelerator: Any, automatic: bool, directory: CheckpointDir) -> Iterator[None]:
+    """With automatic naming the ranks meet before they write; a rank that fails before attends it all the same.
+
+    Until then stock code refuses a directory that is there. Right after it the directory shows that it is ours and not committed: killed among
+    the files, it would pass for a checkpoint of stock code's.
+    """
+
+    def prepare() -> None:
+        if automatic:
+            with suppress(OSError):  # stock code fails at the same, in the next moment
+                directory.prepare()
+
+    with counted_calls(accelerator, "wait_for_everyone", prepare) as met:
         try:
             yield
         except Exception:
@@ -147,12 +154,10 @@ def _rotate(newest: Path, limit: int) -> None:
     older = [path for path in _numbered(newest.parent) if _number(path) < _number(newest)]
     for path in older:
         if staged.uncommitted(path):
-            shutil.rmtree(path)
+            staged.remove(path)
     whole = [path for path in older if path.exists()]
     for path in whole[: max(len(whole) - limit + 1, 0)]:
-        # Without its manifest it is no checkpoint any more, however far the rest gets.
-        CheckpointDir(path, 0).manifest.unlink(missing_ok=True)
-        shutil.rmtree(path)
+        staged.remove(path)
 
 
 def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +189,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
 def _require_committed(path: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         staged.settle(path)
-    for _ in polls(VISIBLE_SECONDS):
+    for _ in polls(loop.VISIBLE_SECONDS):
         if not staged.waits(path):
             break
     if not staged.uncommitted(path):
@@ -213,11 +218,13 @@ def _newest(accelerator: Any, timeout: float) -> Path | None:
 def _choose(folder: Path) -> dict[str, Any]:
     """Rank 0: what all ranks load. What stock code wrote has nothing to be compared with."""
     problems = []
+    once_whole = False
     try:
         for path in reversed(_numbered(folder)):
             staged.settle(path)
             found = Checkpoint.load(path)
             stock = found.problem == NOT_COMMITTED and not staged.uncommitted(path)
+            once_whole = once_whole or found.problem != NOT_COMMITTED
             problem = None if stock else damage(found, crc32=crc32)
             if problem is None:
                 return {"path": str(path)}
@@ -225,7 +232,10 @@ def _choose(folder: Path) -> dict[str, Any]:
             logger.error("%s skipping %s: %s", log.PREFIX, path, problem)
     except OSError as error:
         return {"error": f"{folder} cannot be read: {error}"}
-    return {"error": f"no checkpoint in {folder} is whole: {problems[0]}"} if problems else {"path": ""}
+    if not problems:
+        return {"path": ""}
+    advice = "" if once_whole else f"; nothing in there ever was: remove {folder} to start from the beginning"
+    return {"error": f"no checkpoint in {folder} is whole: {problems[0]}{advice}"}
 
 
 def _numbered(folder: Path) -> list[Path]:

@@ -111,14 +111,9 @@ def _choose_tag(root: Root, tag: str | None) -> dict[str, Any]:
     named = tag if tag is not None else _latest(root)
     if named is None:
         return {"tag": None}
-    staged.settle(root.path / named)
-    found = Checkpoint.load(root.path / named)
-    if staged.uncommitted(found.path):
-        problem: str | None = "was never committed"
-    else:
-        # A stock checkpoint has nothing to be compared with; one that was asked for by name is loaded as it is.
-        as_it_is = tag is not None or found.problem == NOT_COMMITTED
-        problem = None if as_it_is else damage(found, crc32=crc32)
+    found, problem = _look_at(root.path / named, as_it_is=tag is not None)
+    if tag is None and not (named and os.path.isdir(found.path)):
+        found, problem = Checkpoint(-1, found.path), f"is not there, and {LATEST!r} leads to it"
     if problem is None:
         return {"tag": named, "lineage": found.manifest.lineage if found.committed and found.manifest else ""}
     older = _newest(root, without=named, like=found)
@@ -129,6 +124,17 @@ def _choose_tag(root: Root, tag: str | None) -> dict[str, Any]:
     logger.info("%s loading %s, step %d", log.PREFIX, older.path, older.step)
     assert older.manifest is not None
     return {"tag": _tag_of(root, older), "lineage": older.manifest.lineage}
+
+
+def _look_at(path: Path, as_it_is: bool) -> tuple[Checkpoint, str | None]:
+    """What is at ``path``, and why it is not to be loaded, if so. A stock checkpoint has nothing to be compared with."""
+    staged.settle(path)
+    found = Checkpoint.load(path)
+    if staged.uncommitted(path):
+        return found, "was never committed"
+    if as_it_is or found.problem == NOT_COMMITTED:
+        return found, None
+    return found, damage(found, crc32=crc32)
 
 
 def _newest(root: Root, without: str, like: Checkpoint) -> Checkpoint | None:
@@ -148,9 +154,9 @@ def _tag_of(root: Root, checkpoint: Checkpoint) -> str:
 
 
 def _latest(root: Root) -> str | None:
-    """What ``latest`` says; None, and DeepSpeed says why, when there is none."""
+    """What ``latest`` says; None, and DeepSpeed says why, when there is none. After a power cut it may say nothing, or anything."""
     try:
-        return (root.path / LATEST).read_text().strip()
+        return (root.path / LATEST).read_bytes().decode(errors="replace").replace("\0", "").strip()
     except FileNotFoundError:
         return None
 

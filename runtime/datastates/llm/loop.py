@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
-import shutil
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -37,13 +36,16 @@ from datastates.llm.words import NobodyAnsweredError, Topic
 from datastates.settings import SettingError, Settings
 from datastates.store import last_word, launches, lineage, occupant, staged
 from datastates.store.catalog import NOT_COMMITTED, Checkpoint, damage
-from datastates.store.commit import set_aside
+from datastates.store.commit import polls, set_aside
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir, Root
 from datastates.store.manifest import ManifestError
 from datastates.store.runrecord import Lineage, RunRecord
 
 logger = log.logger("datastates.llm.decorator")
+
+VISIBLE_SECONDS = 60.0
+"""How long another rank waits for what rank 0 has to do after a commit: moving files into place, before anybody reads them."""
 
 _told: set[str] = set()
 
@@ -143,7 +145,9 @@ class Loop:
             FENCE.optimizers.begin_step()
         if self.settings.loop_saves == "wait":
             self.saver.wait_for_readers("loop_saves=wait")
-            return saved and not self.saver.newest_is_missing
+            saved = saved and not self.saver.newest_is_missing
+            if saved and self._ranks.rank:
+                _wait_until_in_place(call)
         return saved
 
     def end(self, failed: bool) -> None:
@@ -201,6 +205,20 @@ class Loop:
                 change(record).write(self._root)
         except (OSError, ManifestError, KeyError) as error:
             logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, error)
+
+
+def _wait_until_in_place(call: Call) -> None:
+    """For what rank 0 does after a commit, of which the others have learnt by then: files move into place, and pointers lead to them."""
+    for _ in polls(VISIBLE_SECONDS):
+        if not staged.waits(call.path) and all(_reads(path, text) for path, text in call.pointers.items()):
+            return
+
+
+def _reads(path: Path, text: bytes) -> bool:
+    try:
+        return path.read_bytes() == text
+    except OSError:
+        return False
 
 
 class NotCommittedError(RuntimeError):
@@ -278,7 +296,7 @@ def _get_ready(call: Call) -> dict[str, Any]:
 def _make_way(call: Call, attempt: str) -> None:
     """Stock code refuses a directory that is there. A whole checkpoint is refused rightly; a damaged one has been passed over by the load."""
     if staged.uncommitted(call.path):
-        shutil.rmtree(call.path)
+        staged.remove(call.path)
         return
     found = Checkpoint.load(call.path)
     problem = None if found.problem == NOT_COMMITTED else damage(found, crc32=crc32)

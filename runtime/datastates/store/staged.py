@@ -22,13 +22,22 @@ import shutil
 from pathlib import Path
 
 from datastates.store.durable import fsync_directory, write_whole
-from datastates.store.layout import PRIVATE, CheckpointDir
-from datastates.store.manifest import FileEntry, Manifest, ManifestError, parse_manifest, read_manifest
+from datastates.store.layout import PRIVATE, CheckpointDir, rank_of
+from datastates.store.manifest import (
+    FileEntry,
+    Manifest,
+    ManifestError,
+    parse_manifest,
+    read_manifest,
+    read_vote,
+)
 from datastates.store.regular import open_regular
 from datastates.store.verify import shape_problem
 
 _REPLACES = "replaces.json"
 _STOCK = "stock"
+_MARKS = ("manifest.json", _STOCK)
+"""In the private folder: with neither of them, what lies beside it is no checkpoint."""
 
 
 def name_of(attempt: str, save: int) -> str:
@@ -51,6 +60,8 @@ def open_directory(path: Path, step: int, attempt: str, save: int) -> Checkpoint
             return in_place
     elif PRIVATE not in present:
         _mark_stock(path, attempt)
+    elif uncommitted(path):
+        _remove_uncommitted(path)
     directory = CheckpointDir(path, step, name_of(attempt, save))
     _clear(directory)
     directory.prepare()
@@ -100,9 +111,30 @@ def places(path: Path, manifest: Manifest) -> dict[Path, list[FileEntry]]:
 
 
 def uncommitted(path: Path) -> bool:
-    """Whether a save of ours began here and was never committed. False for what stock code wrote, and for what is not there."""
+    """Whether a save of ours began here and was never committed, or nothing has been written yet. False for what stock code wrote, and for
+    what is not there."""
     private = path / PRIVATE
-    return private.is_dir() and not any(os.path.lexists(private / name) for name in ("manifest.json", _STOCK))
+    if private.is_dir():
+        return not any(os.path.lexists(private / name) for name in _MARKS)
+    return path.is_dir() and not _present(path)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint where it lies, whoever wrote it. Killed on the way, what is left passes for no checkpoint, of stock code's neither.
+
+    Raises OSError.
+    """
+    private = path / PRIVATE
+    with contextlib.suppress(OSError):  # on a full disk there may be no space for it
+        private.mkdir(exist_ok=True)
+    for name in _MARKS:
+        (private / name).unlink(missing_ok=True)
+    for entry in [path / name for name in _present(path) - {PRIVATE}]:
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
+    shutil.rmtree(path)
 
 
 def _waiting(path: Path, manifest: Manifest) -> CheckpointDir:
@@ -134,6 +166,16 @@ def _clear(directory: CheckpointDir) -> None:
             shutil.rmtree(entry.path)
         elif entry.name.endswith((".part", ".tmp")):
             os.unlink(entry.path)
+
+
+def _remove_uncommitted(path: Path) -> None:
+    """Files that a save in place has voted for and that were never committed: other ranks may save now, and a shard be too many."""
+    for name in _present(path / PRIVATE):
+        if rank_of(name) is not None:
+            with contextlib.suppress(FileNotFoundError, ManifestError):
+                for entry in read_vote(path / PRIVATE / name).files:
+                    if shape_problem(path, entry) is None:
+                        (path / entry.path).unlink()
 
 
 def _remove_replaced(path: Path, folder: Path, manifest: Manifest) -> None:

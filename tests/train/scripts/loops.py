@@ -31,7 +31,8 @@ class Job:
     ``way``: deepspeed or accelerate. ``hooked``: as under ckpt-run; False: as that tool itself saves; "script": the script asks for it.
     ``shard``: by what accelerate shards, deepspeed or fsdp; misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
-    ``orderly``: before each step everything saved so far has its outcome. ``resume``: load the newest checkpoint first, if there is one;
+    ``orderly``: before each step everything saved so far has its outcome. ``read``: look into what ``latest`` leads to right after a save
+    (deepspeed). ``resume``: load the newest checkpoint first, if there is one;
     a text names it. ``settings``: environment variables.
     """
 
@@ -46,6 +47,7 @@ class Job:
     resume: bool | str = True
     main_only: bool = False
     orderly: bool = False
+    read: bool = False
     pause: float = 0.0
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
     total_limit: int | None = None
@@ -152,7 +154,16 @@ def deepspeed_loop(job: Job, log: Log) -> None:
                 job.output_dir, tag=job.name.format(step=step), client_state={"step": step}
             )
             log.write(saved=step, answer=answer, seconds=time.perf_counter() - began)
+            if job.read:
+                log.write(read=newest_step(Path(job.output_dir)))
     log.write(weights=digest(engine.module), step=job.steps)
+
+
+def newest_step(directory: Path) -> int:
+    """The step in the checkpoint that ``latest`` leads to."""
+    file = directory / (directory / "latest").read_text() / "mp_rank_00_model_states.pt"
+    step: int = torch.load(file, weights_only=False)["step"]
+    return step
 
 
 def sharded(job: Job) -> dict[str, Any]:
