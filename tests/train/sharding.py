@@ -6,9 +6,11 @@ reason; the product has none of them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib
+import inspect
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,10 +56,41 @@ def fsdp(version: int = 2, state_dict_type: str = "SHARDED_STATE_DICT", **change
     return {"fsdp": "full_shard auto_wrap", "fsdp_config": configuration}
 
 
+def has_files_of_each_rank() -> bool:
+    """Whether accelerate can write FSDP's shards without torch.distributed.checkpoint, as files of each rank."""
+    from accelerate.utils import save_fsdp_model
+
+    return "use_dcp" in inspect.signature(save_fsdp_model).parameters
+
+
+def write_files_of_each_rank() -> None:
+    """``use_dcp=False`` for accelerate's functions, as a script says it: neither Trainer nor ``save_state`` hands it on, and no setting does.
+
+    Trainer loads neither model nor optimizer where it does not find the names of other files: a script of that kind has to load by itself.
+    """
+    for module in map(importlib.import_module, ("accelerate.accelerator", "transformers.trainer")):
+        for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer"):
+            setattr(module, name, functools.partial(getattr(module, name), use_dcp=False))
+    trainer: Any = importlib.import_module("transformers.trainer")
+
+    def load_model(self: Any, path: str, model: Any = None) -> None:
+        trainer.load_fsdp_model(self.accelerator.state.fsdp_plugin, self.accelerator, self.model, path)
+
+    def load_optimizer(self: Any, path: str | None) -> None:
+        if path is None:
+            return
+        plugin = self.accelerator.state.fsdp_plugin
+        trainer.load_fsdp_optimizer(plugin, self.accelerator, self.optimizer, self.model, path)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(path, "scheduler.pt"), weights_only=True))
+
+    trainer.Trainer._load_from_checkpoint = load_model
+    trainer.Trainer._load_optimizer_and_scheduler = load_optimizer
+
+
 def prepare(arguments: dict[str, Any]) -> None:
-    """Before TrainingArguments: ranks of a DeepSpeed training on CPUs find each other."""
-    if arguments.get("fsdp_config", {}).pop("per_rank", False):
-        _save_per_rank()
+    """Before TrainingArguments: ranks of a DeepSpeed training on CPUs find each other; FSDP's files are those that are asked for."""
+    if not arguments.get("fsdp_config", {}).pop("use_dcp", True):
+        write_files_of_each_rank()
     if "deepspeed" not in arguments:
         return
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -94,21 +127,6 @@ def prepare(arguments: dict[str, Any]) -> None:
 
     # gloo writes into views of a tensor that autograd follows, which torch 2.13 refuses.
     zero_1_and_2.all_gather_dp_groups = torch.no_grad()(zero_1_and_2.all_gather_dp_groups)
-
-
-def _save_per_rank() -> None:
-    """What a script has to do for it: neither Trainer nor Accelerator pass ``use_dcp`` on, and Trainer resumes from nothing but DCP's files."""
-    from transformers import trainer
-
-    def both(save: Callable[..., None]) -> Callable[..., None]:
-        def save_both(*args: Any, **kwargs: Any) -> None:
-            save(*args, **kwargs)
-            save(*args, **kwargs, use_dcp=False)
-
-        return save_both
-
-    trainer.save_fsdp_model = both(trainer.save_fsdp_model)
-    trainer.save_fsdp_optimizer = both(trainer.save_fsdp_optimizer)
 
 
 def settle(args: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import pickle
 from collections.abc import Callable
@@ -17,7 +16,6 @@ import sharding
 import torch
 import transformers
 from accelerate.commands.merge import merge_command, merge_command_parser
-from accelerate.utils import save_fsdp_model
 from processes import Job, Training, lines, losses
 from safetensors.torch import load_file
 from test_exact import exactly_resumed
@@ -32,14 +30,15 @@ MODES: dict[str, dict[str, Any]] = {
     "fsdp2 sharded": sharding.fsdp(2),
     "fsdp2 full": sharding.fsdp(2, "FULL_STATE_DICT"),
     "fsdp1 sharded": sharding.fsdp(1),
-    "fsdp2 per rank": sharding.fsdp(2, per_rank=True),
+    "fsdp2 per rank": sharding.fsdp(2, use_dcp=False),
 }
-"""The last one: a second time, in files of each rank, as accelerate's ``use_dcp=False`` writes them."""
-PER_RANK = pytest.mark.skipif(
-    "use_dcp" not in inspect.signature(save_fsdp_model).parameters,
-    reason="accelerate before 1.15 has no use_dcp",
+PER_RANK = pytest.param(
+    "fsdp2 per rank",
+    marks=pytest.mark.skipif(
+        not sharding.has_files_of_each_rank(), reason="accelerate has use_dcp=False since 1.15"
+    ),
 )
-EACH = [pytest.param(mode, marks=[PER_RANK] if mode == "fsdp2 per rank" else []) for mode in MODES]
+EVERY = [*(mode for mode in MODES if mode != "fsdp2 per rank"), PER_RANK]
 STEPS = (2, 4)
 LARGER = {"hidden_size": 128, "intermediate_size": 256}
 """Most parameters of the usual tiny model are below what is worth to be copied late."""
@@ -96,7 +95,7 @@ def _train(directory: Path, arguments: dict[str, Any]) -> Trained:
     return Trained(stock, out, ours, lines(ours)[-1])
 
 
-@pytest.mark.parametrize("mode", EACH)
+@pytest.mark.parametrize("mode", EVERY)
 def test_every_file_is_byte_for_byte_what_stock_code_writes(
     mode: str, trained: Callable[[str], Trained]
 ) -> None:
@@ -124,7 +123,7 @@ def _comparable(name: str, data: bytes) -> Any:
     return pickle.dumps(metadata)
 
 
-@pytest.mark.parametrize("mode", EACH)
+@pytest.mark.parametrize("mode", EVERY)
 def test_nearly_all_of_it_is_copied_late(mode: str, trained: Callable[[str], Trained]) -> None:
     saves = trained(mode).events("save")
     assert len(saves) == 4
@@ -134,7 +133,7 @@ def test_nearly_all_of_it_is_copied_late(mode: str, trained: Callable[[str], Tra
     assert sum(save["late_bytes"] for save in saves) > 10**6
 
 
-@pytest.mark.parametrize("mode", EACH)
+@pytest.mark.parametrize("mode", EVERY)
 def test_stock_code_resumes_from_it_as_from_its_own(
     mode: str, trained: Callable[[str], Trained], tmp_path: Path
 ) -> None:
@@ -160,6 +159,23 @@ def test_a_whole_model_is_gathered_once_for_both_of_its_files(tmp_path: Path) ->
     newest = runs.checkpoint(tmp_path / "out", 4)
     whole = torch.load(newest / "pytorch_model_fsdp.bin", weights_only=True)
     assert checkpoints.same(whole, load_file(newest / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("mode", "passed"), [("fsdp2 full", [2, 2]), ("fsdp2 sharded", [0, 0])])
+def test_no_step_waits_for_copies_that_nobody_can_change(
+    mode: str, passed: list[int], trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    """Nothing is copied before somebody waits for it: the two steps after the first save go on before anything of it is copied, unless it is shards."""
+    both = trained(mode)
+    job = replace(both.job, output_dir=str(tmp_path / "out"), log=str(tmp_path / "log"), late=True)
+    Training(job, 2).finish()
+    assert [line["passed"] for rank in (0, 1) for line in lines(job, rank) if "passed" in line] == passed
+    assert checkpoints.whole(tmp_path / "out") == list(STEPS)
+    for step in STEPS:
+        stock = both.stock / f"checkpoint-{step}"
+        for file in stock.glob("*.bin") if mode == "fsdp2 full" else ():
+            if file.name != "training_args.bin":
+                assert (runs.checkpoint(tmp_path / "out", step) / file.name).read_bytes() == file.read_bytes()
 
 
 def test_torch_and_accelerate_put_the_shards_together(
@@ -191,11 +207,31 @@ def test_shards_are_loaded_by_another_number_of_ranks(
     assert end["state"] == lines(job)[-1]["state"]
 
 
-@pytest.mark.parametrize(
-    "mode", ["fsdp2 sharded", "fsdp2 full", pytest.param("fsdp2 per rank", marks=PER_RANK)]
-)
+@pytest.mark.parametrize("mode", ["fsdp2 sharded", "fsdp2 full", PER_RANK])
 def test_killed_and_resumed_equals_uninterrupted(mode: str, tmp_path: Path) -> None:
     exactly_resumed(tmp_path, 2, MODES[mode], seed=3)
+
+
+@pytest.mark.parametrize("mode", [PER_RANK])
+def test_files_of_each_rank_are_committed_with_those_of_all_ranks(
+    mode: str, trained: Callable[[str], Trained]
+) -> None:
+    both = trained(mode)
+    for rank in (0, 1):
+        names = {f"{what}_0_rank{rank}.bin" for what in ("pytorch_model_fsdp", "optimizer")}
+        assert names <= runs.vote(both.ours, 4, rank), "written by ourselves and not by stock code"
+
+
+@pytest.mark.parametrize("mode", [PER_RANK])
+def test_files_of_each_rank_are_refused_by_another_number_of_ranks(
+    mode: str, trained: Callable[[str], Trained], tmp_path: Path
+) -> None:
+    resumed = replace(trained(mode).job, log=str(tmp_path / "resumed"), resume=True)
+    for ranks in (1, 3):
+        training = Training(resumed, ranks)
+        assert training.join() == [1] * ranks
+        for rank in range(ranks):
+            assert f"was saved by 2 rank(s), and {ranks} would load it" in training.text(rank)
 
 
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystem"

@@ -14,6 +14,7 @@ from typing import Any
 
 import checkpoints
 import pytest
+import sharding
 from datastates.store.catalog import Checkpoint, damage
 from processes import SCRIPTS, Training, free_port, lines, losses
 from waiting import until
@@ -30,7 +31,14 @@ SHARDED: dict[str, tuple[int, dict[str, Any]]] = {
     "accelerate, DeepSpeed": (2, {"way": "accelerate", "shard": "deepspeed"}),
     "accelerate, FSDP2": (2, {"way": "accelerate", "shard": "fsdp"}),
 }
+PER_RANK = "accelerate, FSDP2 in files of each rank"
 ALL = WAYS | SHARDED
+since_1_15 = pytest.mark.skipif(
+    not sharding.has_files_of_each_rank(), reason="accelerate has use_dcp=False since 1.15"
+)
+EVERY = [*ALL, pytest.param(PER_RANK, marks=since_1_15)]
+if sharding.has_files_of_each_rank():
+    ALL[PER_RANK] = (2, {"way": "accelerate", "shard": "fsdp per rank"})
 
 
 def job(directory: Path, **changes: Any) -> Job:
@@ -84,11 +92,11 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
     return trainings
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [*WAYS, pytest.param(PER_RANK, marks=since_1_15)])
 def test_files_lie_where_the_tool_itself_puts_them_byte_for_byte(
     way: str, stock: dict[str, Training], tmp_path: Path
 ) -> None:
-    ranks, how = WAYS[way]
+    ranks, how = ALL[way]
     training = Training(job(tmp_path, resume=False, **how), ranks)
     training.finish()
     ours = {
@@ -107,7 +115,11 @@ def test_files_lie_where_the_tool_itself_puts_them_byte_for_byte(
 
 @pytest.mark.parametrize(
     ("way", "name"),
-    [*((way, "step_{step}") for way in WAYS), *((way, "last") for way in ALL)],
+    [
+        *((way, "step_{step}") for way in WAYS),
+        *((way, "last") for way in ALL if way != PER_RANK),
+        *(pytest.param(PER_RANK, name, marks=since_1_15) for name in ("step_{step}", "last")),
+    ],
 )
 def test_killed_and_started_again_it_ends_as_if_undisturbed(
     way: str, name: str, stock: dict[str, Training], tmp_path: Path
@@ -373,7 +385,17 @@ def test_total_limit_never_takes_the_only_committed_checkpoint(tmp_path: Path) -
     assert whole(tmp_path / "ours/checkpoints/checkpoint_0")
 
 
-@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize("way", [pytest.param(PER_RANK, marks=since_1_15)])
+def test_files_of_each_rank_are_refused_by_another_number_of_ranks(way: str, tmp_path: Path) -> None:
+    ranks, how = ALL[way]
+    Training(job(tmp_path, steps=2, **how), ranks).finish()
+    training = Training(job(tmp_path, **how), 3)
+    assert training.join() == [1] * 3
+    for rank in range(3):
+        assert "was saved by 2 rank(s), and 3 would load it" in training.text(rank)
+
+
+@pytest.mark.parametrize("way", EVERY)
 def test_from_the_second_save_on_memory_is_copied_late(way: str, tmp_path: Path) -> None:
     ranks, how = ALL[way]
     wide = {"hidden_size": 128, "intermediate_size": 256}

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from datastates.engine import crc32
-from datastates.llm import log, loop
+from datastates.llm import fsdp, log, loop
 from datastates.llm.ranks import Ranks
 from datastates.llm.replaced import counted_calls
 from datastates.llm.words import Topic
@@ -165,6 +165,7 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
 
     Raises:
         loop.NotCommittedError: the directory was never committed; or, with automatic naming, none that is there is whole.
+        fsdp.WorldSizeError: its files hold the shards of another number of ranks.
     """
     settings = loop.settings_for(accelerator)
     given = _bound(original, accelerator, args, kwargs)
@@ -179,6 +180,8 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
         path = _newest(accelerator, settings.commit_timeout)
     if path is None:
         return original(accelerator, *args, **kwargs)
+    if getattr(accelerator.distributed_type, "name", "") == "FSDP":
+        fsdp.check_world_size(path, accelerator.num_processes)
     found = Checkpoint.load(path)
     if found.committed and found.manifest:
         loop.go_on_with(_root_of(accelerator, path), found.manifest.lineage)

@@ -20,9 +20,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from datastates.llm import fence, fingerprint, instance, log, readers, resume, trainer_module
+from datastates.llm import fence, fingerprint, fsdp, instance, log, readers, resume, trainer_module
 from datastates.llm.session import Session
 from datastates.settings import Settings
 from datastates.store.layout import CHECKPOINT_ROOT
@@ -77,6 +78,8 @@ class Attachment:
             self._trainer, self.settings, given, self._root(given.trial), self._session
         )
         try:
+            if self._trainer.is_fsdp_enabled and session.resume_path is not None:
+                fsdp.check_world_size(Path(session.resume_path), self._trainer.args.world_size)
             result = original(*given.args(session.resume_path), **given.kwargs(session.resume_path))
         except BaseException as error:
             session.end(error)

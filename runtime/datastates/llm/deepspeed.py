@@ -60,7 +60,7 @@ def install(wait: Callable[[], None], note_engine: Callable[[Any], None]) -> Non
     """Put the fence before every step of every DeepSpeed engine, and before whatever else changes its tensors. Idempotent.
 
     Args:
-        wait: returns when no save has memory left to copy.
+        wait: returns when no save has memory left to copy that could change.
         note_engine: is told each engine that is about to step.
     """
     module = sys.modules.get("deepspeed.runtime.engine")

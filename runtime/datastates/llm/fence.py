@@ -1,7 +1,8 @@
 """The fence: the wait just before saved memory would be changed.
 
 There is one fence in a process. Saves enter it when their call returns with memory still to be copied; whoever is about to change that
-memory passes it first: every optimizer step, ``Module.load_state_dict``, a user's callback, the next save, the end of training.
+memory passes it first: every optimizer step, ``Module.load_state_dict``, a user's callback, the next save, the end of training. A save of
+copies that are ours alone (:mod:`datastates.llm.orphans`) holds up only the last two: nobody can change those, but they take room.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from datastates.llm.still import SteppingOptimizers
 class Staging(Protocol):
     """A save whose memory is being copied."""
 
+    changeable: bool
+    """Whether some of it is memory that training will change."""
+
     def settle(self) -> None:
         """Return when nothing of it is left to copy, having checked that it held still. Never raises."""
 
@@ -33,34 +37,43 @@ class Fence:
     """Thread-safe; ``wait`` costs a list look-up when nothing is staged."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._staging: list[Staging] = []
+        self.forget()
         self.optimizers = SteppingOptimizers()
 
     @property
     def busy(self) -> bool:
-        """Whether a save has memory left to copy."""
-        return bool(self._staging)
+        """Whether a save has memory left to copy that could change."""
+        return bool(self._changeable)
 
     def forget(self) -> None:
         """In a forked child: what is staged is the parent's, and a lock may have been held by a thread that is not here."""
         self._lock = threading.Lock()
-        self._staging = []
+        self._changeable: list[Staging] = []
+        self._unchanging: list[Staging] = []
 
     def enter(self, save: Staging) -> None:
         with self._lock:
-            self._staging.append(save)
+            (self._changeable if save.changeable else self._unchanging).append(save)
 
     def leave(self, save: Staging) -> None:
         with self._lock:
-            if save in self._staging:
-                self._staging.remove(save)
+            for staging in (self._changeable, self._unchanging):
+                if save in staging:
+                    staging.remove(save)
 
     def wait(self) -> None:
-        """Return when no save has memory left to copy; the calling thread copies what is left itself."""
-        while self._staging:
+        """Return when no save has memory left to copy that could change; the calling thread copies what is left itself."""
+        self._settle(self._changeable)
+
+    def wait_for_all(self) -> None:
+        """As :meth:`wait`, for copies that are ours alone as well: before there are more of them, or when nothing else is to be done."""
+        self._settle(self._changeable)
+        self._settle(self._unchanging)
+
+    def _settle(self, staging: list[Staging]) -> None:
+        while staging:
             with self._lock:
-                save = self._staging[0] if self._staging else None
+                save = staging[0] if staging else None
             if save is None:
                 return
             began = time.perf_counter()

@@ -1,19 +1,45 @@
-"""FSDP: where the memory of sharded tensors lies, and how often a whole model is gathered."""
+"""FSDP: where the memory of sharded tensors lies, how often a whole model is gathered, and whose files fit which ranks."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 _BETWEEN = ("save_model", "_save", "_save_checkpoint", "_save_optimizer_and_scheduler")
 """What runs between the two times when Trainer gathers the whole model, and could change it."""
+
+_OF_ONE_RANK = re.compile(r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?_rank(\d+)\.bin")
+"""accelerate's ``use_dcp=False``, and the local state of FSDP's first version."""
+
+
+class WorldSizeError(ValueError):
+    """The files of a checkpoint fit another number of ranks than would load them."""
+
+
+def check_world_size(directory: Path, ranks: int) -> None:
+    """Refuse files that hold one rank's shards each and were written by another number of ranks: stock code would let the ranks part.
+
+    Raises:
+        WorldSizeError: on every rank, with both numbers.
+    """
+    if not directory.is_dir() or any(directory.glob("*/.metadata")):
+        return  # torch.distributed.checkpoint cuts shards anew
+    found = (_OF_ONE_RANK.fullmatch(path.name) for path in directory.iterdir())
+    saved = max((int(match[1]) + 1 for match in found if match), default=ranks)
+    if saved != ranks:
+        raise WorldSizeError(
+            f"{directory} was saved by {saved} rank(s), and {ranks} would load it: files of each rank (use_dcp=False) fit only as many ranks "
+            f"as have written them. Train with {saved}; what torch.distributed.checkpoint writes (use_dcp=True) any number can load"
+        )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -28,7 +54,7 @@ def install(wait: Callable[[], None]) -> None:
     """Put the fence before torch.distributed.checkpoint loads, straight into the memory of a state dict. Idempotent.
 
     Args:
-        wait: returns when no save has memory left to copy.
+        wait: returns when no save has memory left to copy that could change.
     """
     if not torch.distributed.is_available():
         return

@@ -58,7 +58,7 @@ class Save:
         directory: the checkpoint.
         number: which save of the attempt it is; the same on every rank.
         ticket: the engine's side of it.
-        late: the tensors that are copied late.
+        late: the tensors that are copied late and that training may change; what else is copied late is ours alone.
         finish: votes and waits for the outcome; runs on the save's own thread.
         note: records an event of the journal.
         best: path of the best checkpoint when this one was saved.
@@ -96,6 +96,7 @@ class Save:
         self.nbytes = int(ticket.stats["bytes"])
         self.began = time.time()
         self.outcome: Outcome | None = None
+        self.changeable = bool(late)
         self._late = late
         self._finish = finish
         self._torn = torn

@@ -90,7 +90,7 @@ class Saver:
             Exception: whatever ``write`` raises that is not about the disk below the root.
         """
         began = time.perf_counter()
-        FENCE.wait()
+        FENCE.wait_for_all()
         self._make_room()
         how = manner or Manner()
         self._number = self._number + 1 if how.number is None else how.number
@@ -212,7 +212,7 @@ class Saver:
 
     def wait_for(self, path: Path, timeout: float) -> bool:
         """Until nothing is in flight into the checkpoint at ``path``; False when something is after ``timeout`` seconds."""
-        FENCE.wait()
+        FENCE.wait_for_all()
         return all(save.wait(timeout) for save in self._in_flight if save.directory.path == path)
 
     def wait(self, timeout: float | None) -> bool:
@@ -224,7 +224,7 @@ class Saver:
         )
 
     def _wait(self, timeout: float, what: str) -> bool:
-        FENCE.wait()
+        FENCE.wait_for_all()
         began = time.perf_counter()
         done = self.wait(timeout)
         if self._in_flight:

@@ -29,7 +29,7 @@ class Job:
     """What to train; every field has a JSON form.
 
     ``way``: deepspeed or accelerate. ``hooked``: as under ckpt-run; False: as that tool itself saves; "script": the script asks for it.
-    ``shard``: by what accelerate shards, deepspeed or fsdp; misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
+    ``shard``: by what accelerate shards, deepspeed or fsdp (per rank: in files of each rank); misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``read``: look into what ``latest`` leads to right after a save
     (deepspeed). ``resume``: load the newest checkpoint first, if there is one;
@@ -175,7 +175,9 @@ def sharded(job: Job) -> dict[str, Any]:
         config = {**sharding.ZERO, "train_micro_batch_size_per_gpu": 4, "zero_optimization": job.zero}
         config = {key: value for key, value in config.items() if value != "auto" and key != "bf16"}
         return {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=config)}
-    if job.shard == "fsdp":
+    if job.shard.startswith("fsdp"):
+        if job.shard == "fsdp per rank":
+            sharding.write_files_of_each_rank()
         from accelerate import FullyShardedDataParallelPlugin
         from accelerate.state import PartialState
         from accelerate.utils import DistributedType

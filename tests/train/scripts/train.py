@@ -23,6 +23,7 @@ import models  # noqa: E402
 import sharding  # noqa: E402
 import tiny  # noqa: E402
 import torch  # noqa: E402
+from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E402
 from transformers import Trainer, TrainerCallback  # noqa: E402
 
 
@@ -97,6 +98,7 @@ def stage_late() -> Any:
 
     engine: Any = LateEngine()
     host_cache._engine = engine
+    register_optimizer_step_post_hook(lambda *_: engine.note_step())
     return engine
 
 
@@ -123,7 +125,13 @@ def main(job: Job) -> None:
     engine = stage_late() if job.late else None
     trainer.train(resume_from_checkpoint=job.resume)
     if engine:
-        log.write(late=engine.late, eager=engine.eager, late_bytes=engine.late_bytes, bytes=engine.bytes)
+        log.write(
+            late=engine.late,
+            eager=engine.eager,
+            late_bytes=engine.late_bytes,
+            bytes=engine.bytes,
+            passed=engine.passed,
+        )
     state = {"state": sharding.digest(trainer)} if trainer.args.fsdp else {}
     log.write(weights=fingerprint(trainer), step=trainer.state.global_step, **state)
 
