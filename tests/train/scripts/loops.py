@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -32,7 +33,7 @@ class Job:
     ``shard``: by what accelerate shards, deepspeed or fsdp; misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``resume``: load the newest checkpoint first, if there is one;
-    a text names it. ``settings``: environment variables.
+    a text names it. ``swap``: DeepSpeed's engine saves as if its optimizer lived on NVMe. ``settings``: environment variables.
     """
 
     output_dir: str
@@ -47,6 +48,7 @@ class Job:
     main_only: bool = False
     orderly: bool = False
     pause: float = 0.0
+    swap: bool = False
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
     total_limit: int | None = None
     grace: float | None = None
@@ -134,6 +136,8 @@ def deepspeed_loop(job: Job, log: Log) -> None:
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )
     decorate(job, engine=engine)
+    if job.swap:
+        pretend_to_swap(engine, Path(f"{job.log}-swap{rank}"))
     start = 0
     if job.resume:
         tag = job.resume if isinstance(job.resume, str) else None
@@ -153,6 +157,14 @@ def deepspeed_loop(job: Job, log: Log) -> None:
             )
             log.write(saved=step, answer=answer, seconds=time.perf_counter() - began)
     log.write(weights=digest(engine.module), step=job.steps)
+
+
+def pretend_to_swap(engine: Any, folder: Path) -> None:
+    """The files that NVMe offload would have, which takes an aio library: its save copies them, whatever is in them."""
+    folder.mkdir()
+    (folder / "0.swp").write_bytes(bytes(1000))
+    engine.zero_nvme_offload_optimizer = lambda: True
+    engine.optimizer.optimizer_swapper = SimpleNamespace(swap_folder=str(folder))
 
 
 def sharded(job: Job) -> dict[str, Any]:
