@@ -145,6 +145,21 @@ KILLS = {
 }
 
 
+def ckpt_run(*words: str | Path) -> str:
+    """What the command prints; it must end well."""
+    done = subprocess.run(
+        [sys.executable, "-m", "ckpt_run", *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def files_that_are_ok(path: Path) -> list[str]:
+    """Those for which ``ckpt-run verify`` says so."""
+    words = [line.split() for line in ckpt_run("verify", path).splitlines()]
+    return sorted(line[-1] for line in words if line[0] == "ok")
+
+
 @pytest.mark.parametrize("kill", KILLS)
 @pytest.mark.parametrize("way", ["deepspeed", "accelerate, one process"])
 def test_a_name_that_is_saved_again_leads_to_a_whole_checkpoint_whenever_the_kill_comes(
@@ -153,6 +168,9 @@ def test_a_name_that_is_saved_again_leads_to_a_whole_checkpoint_whenever_the_kil
     ranks, how = WAYS[way]
     fault, step = KILLS[kill]
     killed(tmp_path, ranks, name="last", orderly=True, faults=[{**fault, "do": "kill", "rank": 0}], **how)
+    files = sorted(checkpoints.digests(Path(stock[way].job.output_dir) / f"step_{step}"))
+    assert files_that_are_ok(tmp_path / "ours/last") == files
+    assert "damaged" not in ckpt_run("status", tmp_path / "ours")
     if kill == "before the commit":
         assert whole(tmp_path / "ours/last"), "nobody has to know of us to load the one before"
     training = Training(job(tmp_path, name="last", **how), ranks)
@@ -292,6 +310,21 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_nobody_waits_for_ever(
         assert whole(tmp_path / "ours/last")
     else:
         assert [step for step, path in found.items() if whole(path)] == [2, 6, 8]
+
+
+def test_a_swap_folder_that_does_not_fit_costs_that_checkpoint_and_no_rank_waits_for_it(
+    stock: dict[str, Training], tmp_path: Path
+) -> None:
+    """What DeepSpeed keeps on NVMe it copies into the checkpoint with shutil.copytree, whose error has no number."""
+    full = {"at": "shutil:copyfile", "about": "step_4/offloaded_tensors", "do": "ENOSPC", "rank": 1}
+    training = Training(job(tmp_path, swap=True, resume=False, orderly=True, faults=[full]), 2)
+    assert training.finish()["weights"] == lines(stock["deepspeed"].job)[-1]["weights"]
+    assert [whole(tmp_path / f"ours/step_{step}") for step in (2, 4, 6, 8)] == [True, False, True, True]
+    swapped = {"offloaded_tensors/rank00/0.swp", "offloaded_tensors/rank01/0.swp"}
+    assert swapped <= set(files_that_are_ok(tmp_path / "ours/step_8"))
+    errors = [line for rank in (0, 1) for line in told(training, "[ERROR]", rank)]
+    assert len(errors) == 2
+    assert all("step_4" in line and "No space left on device" in line for line in errors)
 
 
 # -- accelerate's ways -------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
@@ -32,8 +33,8 @@ class Job:
     ``shard``: by what accelerate shards, deepspeed or fsdp (per rank: in files of each rank); misled: deepspeed, and each rank's accelerator believes to be alone. ``name``: of each checkpoint, with
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``read``: look into what ``latest`` leads to right after a save
-    (deepspeed). ``resume``: load the newest checkpoint first, if there is one;
-    a text names it. ``settings``: environment variables.
+    (deepspeed). ``swap``: DeepSpeed's engine saves as if its optimizer lived on NVMe. ``resume``: load the newest checkpoint first, if there
+    is one; a text names it. ``settings``: environment variables.
     """
 
     output_dir: str
@@ -49,6 +50,7 @@ class Job:
     orderly: bool = False
     read: bool = False
     pause: float = 0.0
+    swap: bool = False
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
     total_limit: int | None = None
     grace: float | None = None
@@ -136,6 +138,8 @@ def deepspeed_loop(job: Job, log: Log) -> None:
         model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
     )
     decorate(job, engine=engine)
+    if job.swap:
+        pretend_to_swap(engine, Path(f"{job.log}-swap{rank}"))
     start = 0
     if job.resume:
         tag = job.resume if isinstance(job.resume, str) else None
@@ -164,6 +168,14 @@ def newest_step(directory: Path) -> int:
     file = directory / (directory / "latest").read_text() / "mp_rank_00_model_states.pt"
     step: int = torch.load(file, weights_only=False)["step"]
     return step
+
+
+def pretend_to_swap(engine: Any, folder: Path) -> None:
+    """The files that NVMe offload would have, which takes an aio library: its save copies them, whatever is in them."""
+    folder.mkdir()
+    (folder / "0.swp").write_bytes(bytes(1000))
+    engine.zero_nvme_offload_optimizer = lambda: True
+    engine.optimizer.optimizer_swapper = SimpleNamespace(swap_folder=str(folder))
 
 
 def sharded(job: Job) -> dict[str, Any]:
