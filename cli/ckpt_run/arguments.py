@@ -152,7 +152,7 @@ def _checked(option: Option, value: str) -> str:
     if not value:
         raise UsageError(f"{option.name} is empty")
     if option.name == "--max-restarts" and not (value.isascii() and value.isdigit()):
-        raise UsageError(f"--max-restarts {value}: expected a whole number")
+        raise UsageError(f"--max-restarts {value}: expected 0 or more")
     if option.name == "--resume" and value not in ("auto", "never", "required"):
         raise UsageError(f"--resume {value}: expected auto, never or required")
     return value

@@ -62,7 +62,7 @@ def test_after_dashes_a_program_with_the_name_of_a_command_runs(sandbox: Sandbox
         (["--ouput-dir", "x", "python"], "did you mean --output-dir?"),
         (["--max-restart", "3", "python"], "did you mean --max-restarts?"),
         (["-x", "python"], "no option -x"),
-        (["--max-restarts", "many", "python"], "expected a whole number"),
+        (["--max-restarts", "many", "python"], "expected 0 or more"),
         (["--resume", "sometimes", "python"], "auto, never or required"),
         (["--fresh=yes", "python"], "--fresh takes no value"),
         (["--output-dir"], "--output-dir needs a value"),

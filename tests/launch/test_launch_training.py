@@ -6,9 +6,12 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from datastates.llm import heartbeat
 from launch_tools import Sandbox, finish, lines
 from waiting import until
 
@@ -70,6 +73,23 @@ def test_a_killed_training_goes_on_from_its_newest_checkpoint(sandbox: Sandbox, 
     assert again.stdout.splitlines()[0] == "last step 8"
 
 
+def test_status_tells_the_step_between_saves_and_when_training_last_moved(
+    sandbox: Sandbox, train: str
+) -> None:
+    process = sandbox.start(sys.executable, train, "wait")  # in step 5 for good; the last save was of step 4
+    try:
+        until(lambda: status(sandbox)["step"] == 5, "status to tell of step 5", 240)
+        at_first = status(sandbox)
+        assert (at_first["state"], at_first["max_steps"]) == ("running", 8)
+        assert "step        5 of 8" in sandbox.run("status").stdout
+        time.sleep(2 * heartbeat.SECONDS)
+        assert status(sandbox)["updated"] == at_first["updated"]
+    finally:
+        os.kill(trainer_below(process.pid), signal.SIGKILL)
+        finish(process)
+    assert (status(sandbox)["state"], status(sandbox)["step"]) == ("interrupted", 5)
+
+
 def test_sigterm_reaches_the_trainer_and_not_its_data_loader(sandbox: Sandbox, train: str) -> None:
     process = sandbox.start(sys.executable, train, "wait")
     until(lambda: "5" in lines(sandbox.path / "steps"), "step 5", 240)
@@ -82,6 +102,11 @@ def test_sigterm_reaches_the_trainer_and_not_its_data_loader(sandbox: Sandbox, t
     assert code == 143
     assert "DataLoader worker" not in err
     assert "SIGTERM: handed to the training process" in err
+
+
+def status(sandbox: Sandbox) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(sandbox.run("status", "--json").stdout)
+    return {"step": None, **found}
 
 
 def below(pid: int) -> list[int]:

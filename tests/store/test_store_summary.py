@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from datastates.store.heartbeat import Heartbeat
 from datastates.store.journal import Journal
 from datastates.store.layout import Root
 from datastates.store.runrecord import Lineage, RunRecord
@@ -53,6 +54,36 @@ def test_a_run_is_told_with_its_stalls_commits_and_what_is_in_flight(root: Root)
     plain = json.loads(json.dumps(summary.to_json()))
     assert plain["newest"]["bytes"] == sum(map(len, FILES.values())) + len('{"global_step": 10}') + 2
     assert plain["run"]["lineages"]["0"]["id"] == "lineage1"
+
+
+def test_between_saves_the_heartbeat_tells_the_step(root: Root) -> None:
+    record(root, {0: Lineage(id="lineage1")})
+    Journal(root, 0, "run1", "attempt1").event("save", step=10)
+    Heartbeat(attempt="attempt1", step=17, max_steps=40, time=4e9).write(root)
+    summary = summarize(root)
+    assert (summary.step, summary.max_steps, summary.updated) == (17, 40, 4e9)
+
+
+@pytest.mark.parametrize("step", [b"17", b'"17"', b"-1", b"1" * 30])
+@pytest.mark.parametrize("attempt", [b"attempt0", b"attempt1"])
+def test_a_heartbeat_of_another_attempt_or_that_makes_no_sense_tells_nothing(
+    step: bytes, attempt: bytes, root: Root
+) -> None:
+    record(root, {0: Lineage(id="lineage1")})
+    Journal(root, 0, "run1", "attempt1").event("save", step=10)
+    root.heartbeat.write_bytes(
+        b'{"version": 1, "attempt": "%s", "step": %s, "max_steps": 40, "time": 4e9}' % (attempt, step)
+    )
+    is_good = (step, attempt) == (b"17", b"attempt1")
+    assert summarize(root).step == (17 if is_good else 10)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", bytes(1000)])
+def test_a_damaged_heartbeat_tells_nothing(data: bytes, root: Root) -> None:
+    record(root, {0: Lineage(id="lineage1")})
+    Journal(root, 0, "run1", "attempt1").event("save", step=10)
+    root.heartbeat.write_bytes(data)
+    assert summarize(root).step == 10
 
 
 def test_a_save_given_up_is_in_flight_no_more_and_its_reason_is_the_last_error(root: Root) -> None:

@@ -144,6 +144,12 @@ def choose(
         )
     elif asked or lineage.other_model(known, request.fingerprint):
         logger.error("%s No Checkpoint found with step: -1", log.PREFIX, extra=log.TWO_FORMS)
+    else:
+        logger.info(
+            "%s the last run into %s left no checkpoint to go on from: this one starts from the beginning",
+            log.PREFIX,
+            output_dir,
+        )
     return point
 
 

@@ -19,6 +19,7 @@ from datastates.formats import intercept, self_check
 from datastates.llm import fingerprint, fsdp, host_cache, log, meetings, nodes, ranks, resume, space, trouble
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
+from datastates.llm.heartbeat import Pulse
 from datastates.llm.housekeeping import Housekeeping
 from datastates.llm.plan import Plan, decide, look
 from datastates.llm.save import Manner
@@ -52,6 +53,7 @@ class Session:
         self._space_told = False
         self._leads = place.leads
         self._saver: Saver | None = None
+        self._pulse: Pulse | None = None
         self._bystander = place.bystander
         self._housekeeping = Housekeeping(trainer, settings, place.leads, plan, self._root)
         self.running = True
@@ -63,6 +65,8 @@ class Session:
         self.active = not obstacle
         if obstacle:
             self._leave_it_to_trainer(obstacle)
+        else:
+            self._begin_pulse()
 
     # -- the start ------------------------------------------------------------------------------------------------------
 
@@ -149,6 +153,15 @@ class Session:
             self._tell_shortage,
         )
         return ""
+
+    def _begin_pulse(self) -> None:
+        if self._leads:
+            self._end_pulse()
+            self._pulse = Pulse(self._root, self._plan.attempt, lambda: self._trainer.state)
+
+    def _end_pulse(self) -> None:
+        if self._pulse:
+            self._pulse.stop()
 
     def _leave_it_to_trainer(self, obstacle: str) -> None:
         """We cannot save, on some rank: then none of us does, and Trainer writes its own checkpoints where it always did."""
@@ -350,10 +363,12 @@ class Session:
         self._steps = {self._plan.resume_step} if self._plan.resume_step else set()
         self._committer.identity = _identity(self._plan)
         self._housekeeping.begin_lineage(self._plan)
+        self._begin_pulse()
 
     def end(self, error: BaseException | None) -> None:
         """``train()`` has returned, or raised ``error``: wait for what is in flight and leave the marker."""
         self.running = False
+        self._end_pulse()
         if error is not None:
             resume.train_call_failed(str(self._root.path.parent), self.ordinal)
         if self.active:

@@ -11,6 +11,7 @@
         .aside/200-<attempt>/                what was never committed, or stood in the way of a newer training
         .run/run.json                        the newest run and its lineages
         .run/events-rank0.jsonl              events with timings
+        .run/heartbeat.json                  the step that training is at
         .run/gave-up-<attempt>-<n>-rank1     the last word of a rank that cannot write any more
 """
 
@@ -130,6 +131,10 @@ class Root:
     @property
     def run_record(self) -> Path:
         return self.run_dir / "run.json"
+
+    @property
+    def heartbeat(self) -> Path:
+        return self.run_dir / "heartbeat.json"
 
     def events(self, rank: int) -> Path:
         return self.run_dir / f"events-rank{rank}.jsonl"

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from datastates.store.catalog import Checkpoint
 from datastates.store.document import ManifestError
+from datastates.store.heartbeat import Heartbeat
 from datastates.store.journal import Event, read_events
 from datastates.store.layout import Root
 from datastates.store.loops import all_checkpoints
@@ -67,6 +68,7 @@ def summarize(root: Root) -> RunSummary:
     """
     record, problem = _record(root)
     events = _of_run(read_events(root), record)
+    heartbeat = Heartbeat.read(root, _attempt(record, events))
     checkpoints = all_checkpoints(root)
     committed = [checkpoint for checkpoint in checkpoints if checkpoint.committed]
     damaged = [
@@ -81,8 +83,8 @@ def summarize(root: Root) -> RunSummary:
         run=record,
         problem=problem,
         state=_state(record),
-        step=_step(record, events),
-        max_steps=record.max_steps if record else None,
+        step=_step(record, events, heartbeat),
+        max_steps=_max_steps(record, heartbeat),
         newest=_newest(committed, record),
         committed=len(committed),
         damaged=tuple(damaged),
@@ -95,7 +97,7 @@ def summarize(root: Root) -> RunSummary:
         hooked=len({event.rank for event in events if event.kind == "hooked"}),
         world_size=_world_size(record, events),
         last_error=_last_error(events),
-        updated=max((event.time for event in events), default=record.updated if record else None),
+        updated=_updated(record, events, heartbeat),
     )
 
 
@@ -122,17 +124,37 @@ def _state(record: RunRecord | None) -> str:
     return record.state
 
 
-def _step(record: RunRecord | None, events: list[Event]) -> int | None:
+def _attempt(record: RunRecord | None, events: list[Event]) -> str:
+    """The last one."""
+    return events[-1].attempt if events else record.attempt if record else ""
+
+
+def _step(record: RunRecord | None, events: list[Event], heartbeat: Heartbeat | None) -> int | None:
     """The highest step of the last attempt."""
-    last = events[-1].attempt if events else ""
+    last = _attempt(record, events)
     steps = [
         event.whole("step")
         for event in events
         if event.attempt == last and event.kind in ("save", "commit", "finish", "resume")
     ]
+    if heartbeat:
+        steps.append(heartbeat.step)
     if record:
         steps.append(record.step)
     return max(steps, default=None)
+
+
+def _max_steps(record: RunRecord | None, heartbeat: Heartbeat | None) -> int | None:
+    """The arguments do not tell it where training is counted in epochs."""
+    if heartbeat and heartbeat.max_steps:
+        return heartbeat.max_steps
+    return record.max_steps if record else None
+
+
+def _updated(record: RunRecord | None, events: list[Event], heartbeat: Heartbeat | None) -> float | None:
+    if not events:
+        return record.updated if record else None
+    return max(*(event.time for event in events), heartbeat.time if heartbeat else 0.0)
 
 
 def _newest(committed: list[Checkpoint], record: RunRecord | None) -> Checkpoint | None:
