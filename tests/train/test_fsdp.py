@@ -16,6 +16,7 @@ import sharding
 import torch
 import transformers
 from accelerate.commands.merge import merge_command, merge_command_parser
+from datastates.llm import fsdp
 from processes import Job, Training, lines, losses
 from safetensors.torch import load_file
 from test_exact import exactly_resumed
@@ -232,6 +233,20 @@ def test_files_of_each_rank_are_refused_by_another_number_of_ranks(
         assert training.join() == [1] * ranks
         for rank in range(ranks):
             assert f"was saved by 2 rank(s), and {ranks} would load it" in training.text(rank)
+
+
+def test_a_node_with_a_disk_of_its_own_is_not_taken_for_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin").touch()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    fsdp.check_world_size(tmp_path, 4)  # the files of ranks 2 and 3 are on the other node
+    with pytest.raises(fsdp.WorldSizeError):
+        fsdp.check_world_size(tmp_path, 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(fsdp.WorldSizeError):
+        fsdp.check_world_size(tmp_path, 4)
 
 
 WRITER = "torch.distributed.checkpoint.filesystem:FileSystem"

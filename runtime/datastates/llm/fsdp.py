@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ class WorldSizeError(ValueError):
 def check_world_size(directory: Path, ranks: int) -> None:
     """Refuse files that hold one rank's shards each and were written by another number of ranks: stock code would let the ranks part.
 
+    Fewer than ``ranks`` may be all that there is to see, where each of several nodes has a disk of its own.
+
     Raises:
         WorldSizeError: on every rank, with both numbers.
     """
@@ -35,7 +38,8 @@ def check_world_size(directory: Path, ranks: int) -> None:
         return  # torch.distributed.checkpoint cuts shards anew
     found = (_OF_ONE_RANK.fullmatch(path.name) for path in directory.iterdir())
     saved = max((int(match[1]) + 1 for match in found if match), default=ranks)
-    if saved != ranks:
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if saved > ranks or (saved < ranks and here >= ranks):
         raise WorldSizeError(
             f"{directory} was saved by {saved} rank(s), and {ranks} would load it: files of each rank (use_dcp=False) fit only as many ranks "
             f"as have written them. Train with {saved}; what torch.distributed.checkpoint writes (use_dcp=True) any number can load"
