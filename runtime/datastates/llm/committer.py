@@ -169,7 +169,8 @@ class Committer:
                 )
             return
         self._journal.event("abandon", step=save.step, reason=outcome.reason)
-        logger.error("%s %s was not committed, training goes on: %s", log.PREFIX, name, outcome.reason)
+        goes_on = "" if self._failed.is_set() else ", training goes on"
+        logger.error("%s %s was not committed%s: %s", log.PREFIX, name, goes_on, outcome.reason)
 
 
 def _write(pointers: Mapping[Path, bytes]) -> None:

@@ -196,7 +196,7 @@ class Saver:
             return
         total = sum(save.nbytes for save in pending)
         logger.info(
-            "%s waiting for %s: %s still being written",
+            "%s waiting for %s to be committed: %s",
             log.PREFIX,
             ", ".join(save.directory.path.name for save in pending),
             human(total),
