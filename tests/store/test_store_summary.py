@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +85,20 @@ def test_a_damaged_heartbeat_tells_nothing(data: bytes, root: Root) -> None:
     Journal(root, 0, "run1", "attempt1").event("save", step=10)
     root.heartbeat.write_bytes(data)
     assert summarize(root).step == 10
+
+
+def test_a_launch_that_is_started_again_tells_nothing_of_the_attempt_before(root: Root) -> None:
+    before = record(root, {0: Lineage(id="lineage1")})
+    journal = Journal(root, 0, "run1", "attempt1")
+    journal.event("save", step=10)
+    Heartbeat(attempt="attempt1", step=17, max_steps=40).write(root)
+    replace(before, attempt="attempt2", started=time.time(), step=8).write(root)
+    summary = summarize(root)
+    assert (summary.state, summary.step, summary.in_flight) == ("running", 8, ())
+    journal.attempt = "attempt2"
+    journal.event("save", step=12)
+    summary = summarize(root)
+    assert (summary.step, summary.in_flight) == (12, (12,))
 
 
 def test_a_save_given_up_is_in_flight_no_more_and_its_reason_is_the_last_error(root: Root) -> None:

@@ -117,7 +117,8 @@ class Housekeeping:
 
         def renamed(record: RunRecord) -> RunRecord:
             mine = replace(record.lineages[plan.ordinal], id=plan.lineage)
-            return replace(record, attempt=plan.attempt).with_lineage(plan.ordinal, mine)
+            begun = replace(record, attempt=plan.attempt).at_step(plan.resume_step)
+            return begun.with_lineage(plan.ordinal, mine)
 
         self._update_record(renamed)
         self._plan = plan

@@ -127,13 +127,7 @@ class Session:
             pid=os.getpid(),
             host=os.uname().nodename,
         )
-        self._journal.event(
-            "train_begin",
-            lineage=self._plan.lineage,
-            ordinal=self._plan.ordinal,
-            resume_step=self._plan.resume_step,
-            max_steps=self._trainer.args.max_steps,
-        )
+        self._note_begin()
         self._committer = Committer(
             self._settings,
             self._ranks,
@@ -153,6 +147,15 @@ class Session:
             self._tell_shortage,
         )
         return ""
+
+    def _note_begin(self) -> None:
+        self._journal.event(
+            "train_begin",
+            lineage=self._plan.lineage,
+            ordinal=self._plan.ordinal,
+            resume_step=self._plan.resume_step,
+            max_steps=self._trainer.args.max_steps,
+        )
 
     def _begin_pulse(self) -> None:
         if self._leads:
@@ -363,6 +366,8 @@ class Session:
         self._steps = {self._plan.resume_step} if self._plan.resume_step else set()
         self._committer.identity = _identity(self._plan)
         self._housekeeping.begin_lineage(self._plan)
+        self._journal.attempt = self._plan.attempt
+        self._note_begin()
         self._begin_pulse()
 
     def end(self, error: BaseException | None) -> None:
@@ -387,7 +392,8 @@ class Session:
 
     def leave_it_to_parent(self) -> None:
         """In a forked child: the threads that save, the directory and the record are its parent's."""
-        self._saver, self.active, self._bystander = None, False, True
+        # The event that stops the pulse may have been in its thread's hands, which is not here.
+        self._saver, self._pulse, self.active, self._bystander = None, None, False, True
 
 
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()

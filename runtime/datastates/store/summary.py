@@ -125,8 +125,10 @@ def _state(record: RunRecord | None) -> str:
 
 
 def _attempt(record: RunRecord | None, events: list[Event]) -> str:
-    """The last one."""
-    return events[-1].attempt if events else record.attempt if record else ""
+    """The last one. When a launch is started again, its record is there before it has an event of its own."""
+    if record and not (events and events[-1].time >= record.started):
+        return record.attempt
+    return events[-1].attempt if events else ""
 
 
 def _step(record: RunRecord | None, events: list[Event], heartbeat: Heartbeat | None) -> int | None:
@@ -168,8 +170,9 @@ def _in_flight(events: list[Event], record: RunRecord | None) -> tuple[int, ...]
     if _state(record) not in (RUNNING, NONE) or not events:
         return ()
     open_steps: set[int] = set()
+    last = _attempt(record, events)
     for event in events:
-        if event.attempt != events[-1].attempt:
+        if event.attempt != last:
             continue
         if event.kind == "save":
             open_steps.add(event.whole("step"))
