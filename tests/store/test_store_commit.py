@@ -389,8 +389,9 @@ def test_other_names_are_left_alone(root: Root) -> None:
     assert contents(root.path) == before
 
 
-def test_what_a_killed_writer_of_the_run_record_left_is_swept(root: Root) -> None:
+def test_what_killed_writers_of_the_run_record_and_the_heartbeat_left_is_swept(root: Root) -> None:
     write(root.run_dir, {"run.json": b"{}", ".run.json.0123abcd.tmp": b"half", "events-rank0.jsonl": b""})
+    write(root.run_dir, {".heartbeat.json.0123abcd.tmp": b"half"})
     commit.sweep(root, "attempt2")
     assert contents(root.run_dir) == ["events-rank0.jsonl", "run.json"]
 

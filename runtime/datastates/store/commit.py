@@ -268,6 +268,7 @@ def sweep(root: Root, attempt: str, spare: Path | None = None) -> list[Path]:
             moved += [target] if target else []
     _delete_leftovers(root)
     remove_temporaries(root.run_record)
+    remove_temporaries(root.heartbeat)
     return moved
 
 
