@@ -35,8 +35,9 @@ def _launch(parsed: Parsed, signals: Signals) -> int:
         return _pass_on(parsed, inherited, path, signals)
     env = environment.build(parsed, inherited, environment.new_run_id())
     ledger = Ledger(env[environment.RUN_ID], command)
-    directory = output_dir.told(command, env) or ledger.output_dir_of_last_launch()
-    environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
+    told = output_dir.told(command, env)
+    directory = told or ledger.output_dir_of_last_launch()
+    resume.announce(env, directory, guessed=told is None)
     signals.block()
     if "exec" in parsed:
         ledger.begin(directory)
@@ -69,7 +70,7 @@ def _pass_on(parsed: Parsed, inherited: dict[str, str], path: str, signals: Sign
     env = environment.build(parsed, inherited)
     directory = output_dir.told(parsed.rest, env)
     if directory is not None:
-        environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
+        resume.announce(env, directory)
     signals.release()
     return programs.become(path, parsed.rest, env)
 
@@ -86,7 +87,7 @@ def _supervise(
     if not supervisor.start(path, parsed.rest, env):
         return supervisor.stop_code()
     ledger.begin(directory)  # the command is under way: this costs it nothing
-    code = _wait(parsed.rest, supervisor)
+    code = _wait(parsed.rest, env, supervisor, ledger)
     for restart in range(1, parsed.max_restarts + 1):
         if code == 0 or supervisor.stopped:
             break
@@ -107,11 +108,11 @@ def _run_again(
         say(line.format(f"from step {step}" if step else "from the beginning"))
         if supervisor.start(path, parsed.rest, env):
             ledger.restarted()
-            return _wait(parsed.rest, supervisor)
+            return _wait(parsed.rest, env, supervisor, ledger)
     return supervisor.stop_code()
 
 
-def _wait(command: list[str], supervisor: Supervisor) -> int:
+def _wait(command: list[str], env: dict[str, str], supervisor: Supervisor, ledger: Ledger) -> int:
     before = exits.memory_kills()
     status = supervisor.wait()
     after = exits.memory_kills()
@@ -119,7 +120,10 @@ def _wait(command: list[str], supervisor: Supervisor) -> int:
     explanation = exits.explain(command, status, out_of_memory)
     if explanation:
         say(explanation)
-    return supervisor.exit_code(status)
+    code = supervisor.exit_code(status)
+    if code:
+        resume.note_failure(ledger.output_dir_of_this_launch(), env[environment.RUN_ID])
+    return code
 
 
 def _prepare_restart(parsed: Parsed, env: dict[str, str], supervisor: Supervisor, ledger: Ledger) -> None:
@@ -134,5 +138,5 @@ def _prepare_restart(parsed: Parsed, env: dict[str, str], supervisor: Supervisor
 
     supervisor.signals.obey(last_words)
     directory = ledger.output_dir_of_this_launch() or output_dir.told(parsed.rest, env)
-    environment.set_last_step(env, resume.step(directory, env.get(environment.FRESH)))
+    resume.announce(env, directory)
     supervisor.signals.block()

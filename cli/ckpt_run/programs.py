@@ -134,6 +134,8 @@ def _slip(words: list[str]) -> str:
 
     if words[0].endswith(".py"):
         return f"; did you mean: ckpt-run python {shell_words(words)}"
+    if words[0] == "help":
+        return "; did you mean: ckpt-run --help"
     import difflib
 
     nearest = difflib.get_close_matches(words[0], SUBCOMMANDS, n=1, cutoff=0.75)

@@ -44,7 +44,7 @@ def main(words: list[str], parsed: Parsed) -> int:
     before = environment.inherited()
     after = environment.build(own, before, environment.new_run_id())
     directory = output_dir.told(own.rest or [""], after)
-    environment.set_last_step(after, resume.step(directory, after.get(environment.FRESH)))
+    resume.announce(after, directory)
     changed, removed = environment.changes(before, after)
     sys.stdout.write(_json(changed, removed, directory) if "json" in own else _shell(changed, removed))
     return 0

@@ -7,12 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from datastates.store.launches import LaunchRecord
+from datastates.store.runrecord import FINISHED
 from datastates.store.summary import RunSummary, summarize
+from datastates.units import size
 from rich.console import Console
 from rich.text import Text
 
 from ckpt_run import find_run, hooked
-from ckpt_run.wording import ago, count, duration, size
+from ckpt_run.wording import ago, count, duration
 
 SCHEMA_VERSION = 1
 NO_RUN = 1
@@ -80,7 +82,11 @@ def _launch_rows(summary: RunSummary | None, launch: LaunchRecord | None) -> lis
         state = f"ended {ago(launch.ended)} with exit code {launch.exit_code}"
     restarts = f", {count(launch.restarts, 'restart')}" if launch.restarts else ""
     rows.append(("launch", Text(state + restarts)))
-    if not _is_of(summary, launch):
+    if launch.off:
+        rows.append(
+            ("", Text(f"Trainer saved by itself, since ckpt-run could not: {launch.off}", style="red"))
+        )
+    elif not _is_of(summary, launch):
         told = f"no Trainer of this launch has begun to train{' yet' if launch.state == 'running' else ''}"
         rows.append(("", Text(told + ("; what follows is an older run" if summary and summary.run else ""))))
     return rows
@@ -93,10 +99,15 @@ def _run_rows(summary: RunSummary) -> list[tuple[str, Text]]:
         rows.append(("run", Text(f"{run.run_id} on {run.host}, started {ago(run.started)}")))
     updated = f", last heard of {ago(summary.updated)}" if summary.updated else ""
     rows.append(("state", Text.assemble((summary.state, STYLES.get(summary.state, "")), updated)))
+    if run and run.state == FINISHED and not run.ended_well and run.process_is_gone:
+        rows.append(("", Text("the program did not end well after it: started again, it goes on from there")))
     if summary.step is not None:
         goal = f" of {summary.max_steps}" if summary.max_steps else ""
         rows.append(("step", Text(f"{summary.step}{goal}")))
     rows.append(("newest", _newest(summary)))
+    if summary.aside:
+        told = f"{count(summary.aside, 'checkpoint')}, {size(summary.aside_bytes)}, in the way of newer ones and moved to .aside: yours to delete"
+        rows.append(("aside", Text(told)))
     if summary.in_flight:
         rows.append(("in flight", Text(", ".join(f"step {step}" for step in summary.in_flight))))
     rows += _timing_rows(summary)
@@ -157,10 +168,15 @@ def _rank_rows(summary: RunSummary | None, launch: LaunchRecord | None) -> list[
     rows = [
         ("ranks", Text(f"{number}{of} hooked", style="" if number and number == ranks else "bold yellow"))
     ]
-    if number == 0:
+    if number == 0 and not _is_explained(launch):
         rows += [("", Text(line)) for line in hooked.why_none(launch.run_id if launch else "")]
     elif number < ranks:
         rows.append(
             ("", Text("the other ranks do not save with ckpt-run: was their Python started in the same way?"))
         )
     return rows
+
+
+def _is_explained(launch: LaunchRecord | None) -> bool:
+    """Whether it is known why no rank is hooked, or the command may have ended before there could be one."""
+    return launch is not None and (launch.decorated or bool(launch.exit_code))

@@ -5,17 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from datastates.store import staged
-from datastates.store.catalog import NOT_COMMITTED, Checkpoint, verify
+from datastates.store.catalog import NOT_COMMITTED, Checkpoint, verify, why_not_committed
 from datastates.store.layout import PRIVATE, step_of
 from datastates.store.loops import all_checkpoints
 from datastates.store.verify import FileVerdict
+from datastates.units import size
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
 from ckpt_run.find_run import root_at
 from ckpt_run.resume import fastest_crc32
-from ckpt_run.wording import count, size
+from ckpt_run.wording import count
 
 DAMAGED = 1
 TRIES = 5
@@ -56,7 +57,7 @@ def _show_all(checkpoints: list[Checkpoint], console: Console, asked_for: bool) 
     for listed in checkpoints:
         console.print(Text(str(listed.path), style="bold"))
         if listed.problem == NOT_COMMITTED and not asked_for:
-            console.print("  skipped    was never committed: it is in flight, or its run was interrupted")
+            console.print(f"  skipped    {why_not_committed(listed.path)}", markup=False)
             continue
         checkpoint, verdicts = _verify_what_is_there(listed)
         if checkpoint is None:

@@ -5,15 +5,6 @@ from __future__ import annotations
 import time
 
 
-def size(count: float) -> str:
-    """Bytes: '1.4 GiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
 def duration(seconds: float) -> str:
     """Seconds: '12 ms', '3.4 s', '5 min', '2.5 h', '3 d'."""
     if seconds < 0.9995:

@@ -89,6 +89,7 @@ def test_a_program_that_is_not_there_is_127(sandbox: Sandbox) -> None:
 
 def test_a_mistyped_command_of_ours_is_named(sandbox: Sandbox) -> None:
     assert "did you mean: ckpt-run status" in sandbox.run("statsu").stderr
+    assert "did you mean: ckpt-run --help" in sandbox.run("help").stderr
 
 
 @pytest.mark.parametrize(("word", "code"), [("train.py", 127), ("./train.py", 126)])

@@ -22,6 +22,16 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+def fail():
+    raise RuntimeError("the evaluation failed")
+
+TAILS = {
+    "fails": fail,
+    "exits": lambda: sys.exit(3),
+    "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exits well": lambda: sys.exit(0),
+}
+
 print("last step", os.environ.get("CKPT_LAST_STEP"), flush=True)
 
 class Model(torch.nn.Module):
@@ -48,6 +58,9 @@ rows = [{"x": torch.ones(4) * i, "labels": torch.tensor(i % 2)} for i in range(6
 args = TrainingArguments(output_dir="out", max_steps=8, save_steps=2, report_to="none", use_cpu=True,
                          per_device_train_batch_size=4, dataloader_num_workers=2, disable_tqdm=True)
 Trainer(model=Model(), args=args, train_dataset=rows, callbacks=[Die()]).train()
+if sys.argv[1] in TAILS and not os.path.exists("ended"):
+    open("ended", "w").close()
+    TAILS[sys.argv[1]]()
 """
 
 
@@ -71,6 +84,59 @@ def test_a_killed_training_goes_on_from_its_newest_checkpoint(sandbox: Sandbox, 
     # The same command again finds the output directory without being told.
     again = sandbox.run(sys.executable, train, "die", timeout=240)
     assert again.stdout.splitlines()[0] == "last step 8"
+
+
+@pytest.mark.parametrize("tail", ["fails", "exits", "is killed"])
+def test_a_program_that_fails_after_its_training_does_not_train_again(
+    tail: str, sandbox: Sandbox, train: str
+) -> None:
+    done = sandbox.run("--max-restarts", "1", sys.executable, train, tail, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "starting it again from step 8 (restart 1 of 1)" in done.stderr
+    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)]
+
+
+def test_killed_with_its_launcher_after_its_training_it_is_not_over(sandbox: Sandbox, train: str) -> None:
+    assert sandbox.run(sys.executable, train, "is killed", timeout=240).returncode == 137
+    assert "the program did not end well after it" in sandbox.run("status").stdout
+    assert sandbox.run(sys.executable, train, "is killed", timeout=240).returncode == 0
+    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)]
+    assert "did not end well" not in sandbox.run("status").stdout
+    over = sandbox.run(sys.executable, train, "is killed", timeout=240)
+    assert "finished: this one starts from the beginning" in over.stderr
+    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)] * 2
+
+
+def test_a_program_that_ends_well_by_itself_is_over(sandbox: Sandbox, train: str) -> None:
+    for _ in range(2):
+        assert sandbox.run(sys.executable, train, "exits well", timeout=240).returncode == 0
+    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)] * 2
+
+
+def test_resume_never_sets_no_last_step(sandbox: Sandbox, train: str) -> None:
+    sandbox.run(sys.executable, train, "", timeout=240)
+    code = f"import sys; sys.argv[1:] = ['']; exec(open({train!r}).read()); print('then', os.environ.get('CKPT_LAST_STEP'))"
+    done = sandbox.run("--resume", "never", "--output-dir", "out", sys.executable, "-c", code, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "last step None"
+    assert done.stdout.splitlines()[-1] == "then None"
+
+
+def test_what_is_moved_aside_is_told_at_once_and_by_status(sandbox: Sandbox, train: str) -> None:
+    sandbox.run(sys.executable, train, "", timeout=240)
+    again = sandbox.run("--fresh", sys.executable, train, "", timeout=240)
+    assert "checkpoint-8 was in the way, and is now" in again.stderr
+    assert json.loads(sandbox.run("status", "--json").stdout)["aside"] == 4
+    assert "aside       4 checkpoints" in sandbox.run("status").stdout
+
+
+def test_status_tells_why_trainer_saved_by_itself(sandbox: Sandbox, train: str) -> None:
+    (sandbox.path / "out").mkdir()
+    (sandbox.path / "out/concurrent_checkpoint").write_text("no directory")
+    assert sandbox.run(sys.executable, train, "", timeout=240).returncode == 0
+    told = sandbox.run("status").stdout
+    assert "Trainer saved by itself, since ckpt-run could not: " in told
+    assert "sitecustomize" not in told
 
 
 def test_status_tells_the_step_between_saves_and_when_training_last_moved(

@@ -366,6 +366,22 @@ def test_automatic_naming_keeps_what_total_limit_says_and_resumes_from_the_newes
     assert [whole(folder / name) for name in names(folder)] == [True, True]
 
 
+@pytest.mark.parametrize("load", [True, "checkpoints/checkpoint_2"])
+def test_after_a_load_automatic_naming_counts_on_without_being_told(
+    load: bool | str, stock: dict[str, Training], tmp_path: Path
+) -> None:
+    how: dict[str, Any] = {"way": "accelerate", "name": "", "counts": False}
+    kill = {"at": PUBLISH, "nth": 4, "do": "kill", "rank": 0}
+    killed(tmp_path, 2, orderly=True, faults=[kill], **how)
+    if isinstance(load, str):
+        load = str(tmp_path / "ours" / load)
+    training = Training(job(tmp_path, resume=load, **how), 2)
+    assert training.finish()["weights"] == lines(stock["accelerate, two ranks"].job)[-1]["weights"]
+    folder = tmp_path / "ours/checkpoints"
+    assert sorted(os.listdir(folder)) == [f"checkpoint_{number}" for number in range(4)]
+    assert all(whole(folder / name) for name in names(folder))
+
+
 AMONG_THE_FILES = {
     "at": "accelerate.accelerator:save_accelerator_state",
     "when": "after",

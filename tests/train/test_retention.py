@@ -257,13 +257,14 @@ def shortages(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_a_disk_that_cannot_hold_what_the_limit_asks_for_gets_one_line_with_both_figures(
     small_disk: Callable[[int], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A limit of 6 means 7 for a moment: about 2.7 MB of 1.9 MB that are there, enough for what this training saves."""
+    """A limit of 6 means 7 for a moment: about 2.6 MiB of 1.9 MiB that are there, enough for what this training saves."""
     output_dir = small_disk(1_900 << 10)
     trained(output_dir, save_total_limit=6)
     assert whole(output_dir) == [2, 4, 6, 8]
     [line] = shortages(caplog)
     assert re.search(
-        r"has 1\.9\d MB free, and save_total_limit=6 needs 2\.7\d MB more \(38\d kB a checkpoint", line
+        r"has 1\.8\d MiB free, and save_total_limit=6 needs 2\.[56]\d MiB more \(3[78]\d KiB a checkpoint",
+        line,
     )
 
 

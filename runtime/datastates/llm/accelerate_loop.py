@@ -186,7 +186,22 @@ def load_state(original: Callable[..., Any], accelerator: Any, *args: Any, **kwa
     if found.committed and found.manifest:
         loop.go_on_with(_root_of(accelerator, path), found.manifest.lineage)
     with loop.inside():
-        return original(accelerator, **{**given, "input_dir": str(path) if named is None else named})
+        answer = original(accelerator, **{**given, "input_dir": str(path) if named is None else named})
+    _count_on_from(accelerator, path)
+    return answer
+
+
+def _count_on_from(accelerator: Any, loaded: Path) -> None:
+    """accelerate counts saves from 0 in every process, and with automatic naming refuses a number that is there: the next save would fail."""
+    config = accelerator.project_configuration
+    if config.automatic_checkpoint_naming and loaded.parent == _folder_of(accelerator):
+        numbers = _NUMBER.findall(loaded.name)
+        config.iteration = max(config.iteration, int(numbers[0]) + 1 if numbers else 0)
+
+
+def _folder_of(accelerator: Any) -> Path:
+    """Where automatic naming puts the checkpoints."""
+    return Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
 
 
 def _require_committed(path: Path, ranks: Ranks) -> None:
@@ -208,7 +223,7 @@ def _newest(accelerator: Any, timeout: float) -> Path | None:
     config = accelerator.project_configuration
     if not config.automatic_checkpoint_naming:
         return None
-    folder = Path(os.path.abspath(accelerator.project_dir)) / "checkpoints"
+    folder = _folder_of(accelerator)
     topic = Topic(_ranks(accelerator), "load", str(folder))
     if not topic.reaches_all:
         return None

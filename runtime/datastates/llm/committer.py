@@ -12,13 +12,13 @@ from datastates.engine import crc32
 from datastates.llm import log
 from datastates.llm.ranks import Ranks
 from datastates.llm.save import Outcome, Save
-from datastates.llm.space import human
 from datastates.settings import Settings
 from datastates.store import commit, durable, staged
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir, Root
 from datastates.store.manifest import FileEntry, Vote
 from datastates.store.quorum import Quorum
+from datastates.units import size
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -164,7 +164,7 @@ class Committer:
                     "%s %s is committed: %s, %.2f s after its save",
                     log.PREFIX,
                     name,
-                    human(save.nbytes),
+                    size(save.nbytes),
                     seconds,
                 )
             return

@@ -68,7 +68,7 @@ def _make(settings: Settings, ranks: Ranks) -> Engine:
     size = default_size(memory_available(), ranks.local_size)
     if ranks.local_rank == 0:
         logger.info(
-            "%s host cache: %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
+            "%s host cache: at most %.2f GiB for each of %d ranks on this host (a quarter of the free memory; "
             "host_cache_size sets it)",
             log.PREFIX,
             size / GIB,

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from datastates.llm import log, mirror
+from datastates.llm import log, mirror, program_end
 from datastates.llm.save import Save
 from datastates.settings import Settings
 from datastates.store import retention
@@ -129,6 +130,9 @@ class Housekeeping:
         step = self._trainer.state.global_step
         if error is None:
             self._update_record(lambda record: record.at_step(step).finished(self._plan.ordinal))
+            if self._leads:
+                # Not a method: a Trainer may go long before the program ends.
+                program_end.at_end(partial(_note_end, self._root, self._plan))
         elif isinstance(error, KeyboardInterrupt):
             # Somebody stopped it, nothing failed: when the process is gone the run shows as interrupted.
             self._update_record(lambda record: record.at_step(step))
@@ -136,17 +140,27 @@ class Housekeeping:
             self._update_record(lambda record: record.at_step(step).failed())
 
     def _update_record(self, change: Callable[[RunRecord], RunRecord]) -> None:
-        if not self._leads:
-            return
-        try:
-            with _changing_records:
-                record = RunRecord.read(self._root)
-                if record is not None and self._is_in(record):
-                    change(record).write(self._root)
-        except (OSError, ManifestError, KeyError) as trouble:
-            logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
+        if self._leads:
+            _update(self._root, self._plan, change)
 
-    def _is_in(self, record: RunRecord) -> bool:
-        """Where we cannot save, it is another training's record. The attempt alone does not tell: one training may run inside another."""
-        lineage = record.lineages.get(self._plan.ordinal)
-        return lineage is not None and lineage.id == self._plan.lineage
+
+def _note_end(root: Root, plan: Plan, failed: bool) -> None:
+    """The program that trained ends."""
+    if not failed:
+        _update(root, plan, lambda record: record.program_ended(well=True))
+
+
+def _update(root: Root, plan: Plan, change: Callable[[RunRecord], RunRecord]) -> None:
+    try:
+        with _changing_records:
+            record = RunRecord.read(root)
+            if record is not None and _is_in(record, plan):
+                change(record).write(root)
+    except (OSError, ManifestError, KeyError) as trouble:
+        logger.error("%s the record of this run cannot be kept: %s", log.PREFIX, trouble)
+
+
+def _is_in(record: RunRecord, plan: Plan) -> bool:
+    """Where we cannot save, it is another training's record. The attempt alone does not tell: one training may run inside another."""
+    lineage = record.lineages.get(plan.ordinal)
+    return lineage is not None and lineage.id == plan.lineage

@@ -9,8 +9,6 @@ There is one :class:`Loop` for each directory that checkpoints lie in. It lives 
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing.util
 import os
 import sys
 import weakref
@@ -25,7 +23,7 @@ import torch
 from datastates import settings
 from datastates.engine import crc32
 from datastates.formats import intercept
-from datastates.llm import decorator, fence, host_cache, instance, log
+from datastates.llm import decorator, fence, host_cache, instance, log, program_end
 from datastates.llm.committer import Committer, Identity
 from datastates.llm.fence import FENCE
 from datastates.llm.ranks import Ranks
@@ -156,7 +154,7 @@ class Loop:
             self._committer.training_has_failed()
         self.saver.wait_for_all()
         if failed:
-            self._journal.event("error", text="the program has failed")
+            self._journal.event("error", text=program_end.error() or "the program has failed")
         else:
             self._journal.event("finish", step=0)
         self._update_record(lambda record: record.failed() if failed else record.finished(0))
@@ -333,17 +331,15 @@ def _follow(call: Call, word: Mapping[str, Any]) -> Loop | None:
 
 def _keep(root: str, loop: Loop) -> Loop:
     if not _loops:
-        # After the engine's own, hence called before it. A child of multiprocessing calls only the second.
-        atexit.register(_end, os.getpid())
-        multiprocessing.util.Finalize(None, _end, (os.getpid(),), exitpriority=0)
+        program_end.at_end(_end)  # after the engine's own, hence called before it
         os.register_at_fork(after_in_child=_loops.clear)
     _loops[root] = loop
     return loop
 
 
-def _end(process: int) -> None:
-    while os.getpid() == process and _loops:
-        _loops.pop(next(iter(_loops))).end(failed=getattr(sys, "last_value", None) is not None)
+def _end(failed: bool) -> None:
+    while _loops:
+        _loops.pop(next(iter(_loops))).end(failed)
 
 
 # -- what else is asked about loops -----------------------------------------------------------------------------------------

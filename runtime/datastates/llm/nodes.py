@@ -228,7 +228,8 @@ class _Node:
         """What this node has of the lineage beyond the step that all agreed on is no checkpoint of them all, and would count as the newest."""
         for found in self._newest_first(made.lineage) if made.resume_step else []:
             if found.step > made.resume_step:
-                commit.set_aside(found.directory, made.attempt)
+                moved = commit.set_aside(found.directory, made.attempt)
+                logger.info("%s %s is not on every node, and is now %s", log.PREFIX, found.path.name, moved)
 
 
 def unseen(place: Ranks, made: Plan, root: Root) -> str:

@@ -100,7 +100,7 @@ def choose(
     """Settle where training ``number`` starts; None is the beginning. Rank 0 alone asks.
 
     Args:
-        record: the last run in ``output_dir``; a script that passes nothing resumes only when that did not finish.
+        record: the last run in ``output_dir``; a script that passes nothing resumes only when that is not over.
 
     Raises:
         NothingToResumeError: the settings require a checkpoint and there is none, or the path leads to none.
@@ -115,7 +115,7 @@ def choose(
         return None
     asked = request.resume is True
     required = settings.resume == "required" and request.trial is None
-    by_itself = settings.resume == "auto" and request.trial is None and lineage.unfinished(record)
+    by_itself = settings.resume == "auto" and request.trial is None and _is_to_go_on(record)
     if not (asked or required or by_itself):
         if settings.resume == "auto" and record is not None and request.trial is None:
             logger.info(
@@ -153,6 +153,13 @@ def choose(
     return point
 
 
+def _is_to_go_on(record: RunRecord | None) -> bool:
+    """Whether the last run is not over. In the process that trained, what comes after the last training is its own affair."""
+    if record is None or lineage.over(record):
+        return False
+    return lineage.unfinished(record) or not record.is_of_this_process
+
+
 def _check_path(given: str, output_dir: str, number: int) -> None:
     """Refuse, before anything is written, a path that Trainer can only fail at: it reads trainer_state.json in every mode."""
     path = os.path.abspath(given)
@@ -177,6 +184,9 @@ def run_record(output_dir: str) -> RunRecord | None:
 
 
 def tell_skipped(path: Any, reason: str) -> None:
+    if reason == catalog.NOT_COMMITTED:  # as every kill leaves one
+        logger.info("%s passing over %s: it %s", log.PREFIX, path, catalog.why_not_committed(path))
+        return
     logger.error("%s skipping %s: %s", log.PREFIX, path, reason)
 
 
@@ -195,10 +205,15 @@ def _fresh_token() -> str | None:
 
 
 def announce_last_step(output_dir: str, fingerprint: Fingerprint | None = None) -> None:
-    """Set CKPT_LAST_STEP, or remove it: only when a Trainer is built its output directory is certain."""
+    """Set CKPT_LAST_STEP, or remove it: only when a Trainer is built its output directory is certain.
+
+    Who says ``--resume never`` means a script that goes by it as well. That we do nothing by ourselves unless told is another matter.
+    """
     record = run_record(output_dir)
     number = lineage.ordinal_of(record, ordinal(output_dir), fingerprint)
-    fresh = lineage.wants_fresh(record, number, _fresh_token())
+    fresh = (
+        lineage.wants_fresh(record, number, _fresh_token()) or os.environ.get("CKPT_RUN_RESUME") == "never"
+    )
     point = None if fresh else catalog.resume_point(output_dir, number, fingerprint=fingerprint, verify=False)
     if point is None:
         os.environ.pop("CKPT_LAST_STEP", None)

@@ -17,12 +17,12 @@ from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
 from datastates.llm.save import Manner, Save
 from datastates.llm.scope import SaveScope
-from datastates.llm.space import human
 from datastates.llm.still import StillTensor
 from datastates.settings import Settings
 from datastates.store.journal import Journal
 from datastates.store.layout import CheckpointDir
 from datastates.store.verify import scan
+from datastates.units import size
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -199,7 +199,7 @@ class Saver:
             "%s waiting for %s to be committed: %s",
             log.PREFIX,
             ", ".join(save.directory.path.name for save in pending),
-            human(total),
+            size(total),
         )
         began = time.monotonic()
         if self._wait(self._settings.exit_timeout, "end"):

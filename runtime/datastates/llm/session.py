@@ -26,7 +26,7 @@ from datastates.llm.save import Manner
 from datastates.llm.saver import Saver
 from datastates.llm.still import StillTensor, still_tensors
 from datastates.settings import Settings
-from datastates.store import commit, layout, occupant
+from datastates.store import commit, launches, layout, occupant
 from datastates.store.journal import Journal
 from datastates.store.stock import INCOMPLETE
 
@@ -175,6 +175,7 @@ class Session:
             logger.error(
                 "%s is off for this training, Trainer saves by itself: %s%s", log.PREFIX, obstacle, goes_on
             )
+            launches.note_output_dir(os.environ.get("CKPT_RUN_RUN_ID", ""), self.root, off=obstacle)
 
     @property
     def root_now(self) -> str:
@@ -305,7 +306,8 @@ class Session:
         # Trainer marks a save on a signal that is not complete yet. Here the manifest tells, and it will name every file it finds.
         (directory.path / INCOMPLETE).unlink(missing_ok=True)
         if self._leads and directory.path.exists() and any(directory.path.iterdir()):
-            commit.set_aside(directory, self._plan.attempt)
+            moved = commit.set_aside(directory, self._plan.attempt)
+            logger.info("%s %s was in the way, and is now %s", log.PREFIX, directory.path.name, moved)
 
     def _note_best_model(self) -> None:
         """What ``_save_checkpoint`` would have noted for a step that is already there."""

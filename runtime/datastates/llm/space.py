@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from datastates.llm import log
+from datastates.units import size
 
 logger = log.logger("datastates.llm.decorator")
 
@@ -31,17 +32,8 @@ def tell_shortage(root: str, checkpoint_bytes: int, committed_bytes: int, limit:
             "%s the disk of %s has %s free, and save_total_limit=%s needs %s more (%s a checkpoint)",
             log.PREFIX,
             root,
-            human(found[1]),
+            size(found[1]),
             limit,
-            human(found[0]),
-            human(checkpoint_bytes),
+            size(found[0]),
+            size(checkpoint_bytes),
         )
-
-
-def human(nbytes: float) -> str:
-    """``1500000`` as ``1.5 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.3g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.3g} TB"

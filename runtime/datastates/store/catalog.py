@@ -13,7 +13,7 @@ from datastates.store.checksums import Crc32
 from datastates.store.commit import REMOVED
 from datastates.store.layout import CheckpointDir, Root, directories
 from datastates.store.lineage import OURS, STOCK, ResumePoint, other_model
-from datastates.store.manifest import Manifest, ManifestError, read_manifest
+from datastates.store.manifest import Manifest, ManifestError, read_abandonment, read_manifest
 from datastates.store.runrecord import Fingerprint, Lineage, RunRecord
 from datastates.store.stock import Story, global_step, saved_at, stock_checkpoints, stock_problem
 from datastates.store.verify import FileVerdict, Progress, scan, verify_files, verify_shapes
@@ -22,6 +22,14 @@ OnSkip = Callable[[Path, str], None]
 """``on_skip(path, reason)`` is told of everything that was passed over."""
 
 NOT_COMMITTED = "was never committed"
+
+
+def why_not_committed(path: Path) -> str:
+    """For a person, of a checkpoint that never was: what became of its save."""
+    try:
+        return f"was given up: {read_abandonment(CheckpointDir(path, 0).abandoned).reason}"
+    except (OSError, ManifestError):
+        return "was never committed: it is in flight, or its run was interrupted"
 
 
 def ignore(path: Path, reason: str) -> None:

@@ -134,6 +134,12 @@ class Fields:
             self.fail(key, f"cannot be {_shown(value)}")
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._members.get(key, default)
+        if not isinstance(value, bool):
+            self.fail(key, "is neither true nor false")
+        return value
+
     def whole(self, key: str, low: int = 0, high: int = _MAX_WHOLE) -> int:
         value = self._members.get(key)
         if not isinstance(value, int) or isinstance(value, bool):

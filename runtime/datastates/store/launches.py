@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from datastates.store.document import ManifestError, decode, read_bytes
+from datastates.store.document import Fields, ManifestError, decode, read_bytes
 from datastates.store.durable import write_durably
 from datastates.store.manifest import IDENTIFIER
 
@@ -29,7 +29,10 @@ _PRIVATE_DIRECTORY = 0o700
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """One launch. Times are in seconds since 1970; ``state`` is "running", "finished" or "failed"; ``exit_code`` is the command's."""
+    """One launch. Times are in seconds since 1970; ``state`` is "running", "finished" or "failed"; ``exit_code`` is the command's.
+
+    ``decorated``: a Trainer of it was. ``off``: why nothing was saved concurrently all the same.
+    """
 
     run_id: str
     cwd: str
@@ -40,6 +43,8 @@ class LaunchRecord:
     state: str = "running"
     exit_code: int | None = None
     restarts: int = 0
+    decorated: bool = False
+    off: str | None = None
 
     @classmethod
     def begin(cls, run_id: str, command: Sequence[str], output_dir: str | None = None) -> LaunchRecord:
@@ -93,13 +98,17 @@ class LaunchRecord:
         return json.dumps(body, indent=1).encode("ascii") + b"\n"
 
 
-def note_output_dir(run_id: str, path: str | os.PathLike[str]) -> Path | None:
-    """Called in the process inside: the output directory of a launch, for certain. None when it could not be noted."""
+def note_output_dir(run_id: str, path: str | os.PathLike[str], off: str | None = None) -> Path | None:
+    """Called in the process inside: the output directory of a launch, for certain. None when it could not be noted.
+
+    Args:
+        off: why nothing is saved concurrently there.
+    """
     home = state_home()
     if home is None or not IDENTIFIER.fullmatch(run_id):
         return None
     note = _note(home, run_id)
-    body = {"version": LAUNCH_VERSION, "output_dir": os.path.abspath(path)}
+    body = {"version": LAUNCH_VERSION, "output_dir": os.path.abspath(path), "off": off}
     return note if _write(note, json.dumps(body).encode("ascii") + b"\n") else None
 
 
@@ -133,11 +142,15 @@ def _read(path: Path) -> LaunchRecord | None:
     try:
         fields = decode(read_bytes(path), path, LAUNCH_VERSION)
         run_id = fields.text("run_id", IDENTIFIER)
+        noted = _noted(path.parent, run_id)
         return LaunchRecord(
             run_id=run_id,
             cwd=fields.text("cwd"),
             command=fields.texts("command"),
-            output_dir=_noted_output_dir(path.parent, run_id) or fields.optional_text("output_dir"),
+            output_dir=(noted.optional_text("output_dir") if noted else None)
+            or fields.optional_text("output_dir"),
+            decorated=noted is not None,
+            off=noted.optional_text("off") if noted else None,
             started=fields.number("started"),
             ended=fields.optional_number("ended"),
             state=fields.choice("state", "running", "finished", "failed"),
@@ -148,10 +161,11 @@ def _read(path: Path) -> LaunchRecord | None:
         return None
 
 
-def _noted_output_dir(home: Path, run_id: str) -> str | None:
+def _noted(home: Path, run_id: str) -> Fields | None:
+    """What :func:`note_output_dir` has noted last."""
     note = _note(home, run_id)
     try:
-        return decode(read_bytes(note), note, LAUNCH_VERSION).optional_text("output_dir")
+        return decode(read_bytes(note), note, LAUNCH_VERSION)
     except (FileNotFoundError, ManifestError):
         return None
 

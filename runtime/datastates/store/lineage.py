@@ -130,8 +130,13 @@ def wants_fresh(record: RunRecord | None, ordinal: int, fresh_token: str | None)
 
 
 def unfinished(record: RunRecord | None) -> bool:
-    """Whether the last run was begun and not finished: then a script that passes nothing resumes."""
+    """Whether a training of the last run was begun and not finished: then a script that passes nothing resumes."""
     return record is not None and any(lineage.state != FINISHED for lineage in record.lineages.values())
+
+
+def over(record: RunRecord | None) -> bool:
+    """Whether there was a last run, and it is over: all its trainings have finished, and the program ended well after that."""
+    return record is not None and record.ended_well and not unfinished(record)
 
 
 def _lineage(known: Lineage | None, decision: ResumePoint | None) -> Lineage:

@@ -57,7 +57,10 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What ``run.json`` says. Times are in seconds since 1970; ``pid_started`` tells apart two processes with one pid."""
+    """What ``run.json`` says. Times are in seconds since 1970; ``pid_started`` tells apart two processes with one pid.
+
+    ``ended_well``: the program that trained has ended, without an error as far as is known. Much may come after the last training.
+    """
 
     run_id: str
     attempt: str
@@ -74,6 +77,7 @@ class RunRecord:
     output_dir: str
     lineages: Mapping[int, Lineage] = field(default_factory=dict)
     pid_started: int | None = None
+    ended_well: bool = False
 
     @classmethod
     def here(
@@ -139,6 +143,7 @@ class RunRecord:
             "output_dir": self.output_dir,
             "started": self.started,
             "updated": self.updated,
+            "ended_well": self.ended_well,
             "lineages": {
                 str(ordinal): _encode_lineage(lineage) for ordinal, lineage in sorted(self.lineages.items())
             },
@@ -160,6 +165,15 @@ class RunRecord:
     def failed(self) -> RunRecord:
         """The same after the process ended with an error."""
         return replace(self, state=FAILED, updated=time.time())
+
+    def program_ended(self, well: bool) -> RunRecord:
+        """The same after the program ended, some time after its last training."""
+        return replace(self, ended_well=well, updated=time.time())
+
+    @property
+    def is_of_this_process(self) -> bool:
+        pid = os.getpid()
+        return (self.host, self.pid, self.pid_started) == (os.uname().nodename, pid, process_started(pid))
 
     @property
     def process_is_gone(self) -> bool:
@@ -185,6 +199,7 @@ def parse_run_record(data: bytes, file: Path) -> RunRecord:
         step=fields.whole("step"),
         max_steps=fields.whole("max_steps"),
         output_dir=fields.text("output_dir"),
+        ended_well=fields.flag("ended_well", default=True),
         lineages={
             _parse_ordinal(name, file): _parse_lineage(item)
             for name, item in fields.mapping("lineages").items()

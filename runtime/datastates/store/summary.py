@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from datastates.store.catalog import Checkpoint
 from datastates.store.document import ManifestError
 from datastates.store.heartbeat import Heartbeat
 from datastates.store.journal import Event, read_events
-from datastates.store.layout import Root
+from datastates.store.layout import Root, directories
 from datastates.store.loops import all_checkpoints
 from datastates.store.runrecord import RUNNING, RunRecord
 
@@ -23,6 +25,7 @@ class RunSummary:
     ``state`` is "running", "finished", "failed", "interrupted" (the record says running, but its process is gone) or "none".
     ``stall_s`` is the mean over this run's saves, of the rank that stood still longest; ``wait_s`` is what it waited at the end.
     ``commit_s`` is the mean time from save to commit. ``in_flight`` are the steps saved and neither committed nor given up.
+    ``aside`` are committed checkpoints that were in the way of others.
     """
 
     root: str
@@ -34,6 +37,8 @@ class RunSummary:
     newest: Checkpoint | None
     committed: int
     damaged: tuple[str, ...]
+    aside: int
+    aside_bytes: int
     in_flight: tuple[int, ...]
     saves: int
     stall_s: float | None
@@ -76,6 +81,7 @@ def summarize(root: Root) -> RunSummary:
         for item in checkpoints
         if not item.committed and item.directory.manifest.exists()
     ]
+    aside = [found for found in _aside(root) if found.committed]
     stalls = _stalls(events)
     commits = [event.number("seconds") for event in events if event.kind == "commit"]
     return RunSummary(
@@ -88,6 +94,8 @@ def summarize(root: Root) -> RunSummary:
         newest=_newest(committed, record),
         committed=len(committed),
         damaged=tuple(damaged),
+        aside=len(aside),
+        aside_bytes=sum(found.manifest.size for found in aside if found.manifest),
         in_flight=_in_flight(events, record),
         saves=len(stalls),
         stall_s=sum(stalls.values()) / len(stalls) if stalls else None,
@@ -99,6 +107,12 @@ def summarize(root: Root) -> RunSummary:
         last_error=_last_error(events),
         updated=_updated(record, events, heartbeat),
     )
+
+
+def _aside(root: Root) -> Iterator[Checkpoint]:
+    for entry in directories(root.aside):
+        step = entry.name.partition("-")[0]
+        yield Checkpoint.load(Path(entry.path), int(step) if step.isdecimal() else None)
 
 
 def _record(root: Root) -> tuple[RunRecord | None, str | None]:

@@ -34,7 +34,7 @@ class Job:
     ``{step}`` in it or the same every time; empty: accelerate's automatic naming. ``main_only``: only the main process saves.
     ``orderly``: before each step everything saved so far has its outcome. ``read``: look into what ``latest`` leads to right after a save
     (deepspeed). ``swap``: DeepSpeed's engine saves as if its optimizer lived on NVMe. ``resume``: load the newest checkpoint first, if there
-    is one; a text names it. ``settings``: environment variables.
+    is one; a text names it. ``counts``: after a load the script tells accelerate's automatic naming which number is next. ``settings``: environment variables.
     """
 
     output_dir: str
@@ -51,6 +51,7 @@ class Job:
     read: bool = False
     pause: float = 0.0
     swap: bool = False
+    counts: bool = True
     zero: dict[str, Any] = field(default_factory=lambda: {"stage": 2})
     total_limit: int | None = None
     grace: float | None = None
@@ -252,7 +253,8 @@ def accelerate_loop(job: Job, log: Log) -> None:
         resume(job, accelerator)
     start = counter.step
     log.write(resumed=start)
-    accelerator.project_configuration.iteration = start // job.save_every
+    if job.counts:
+        accelerator.project_configuration.iteration = start // job.save_every
     for step in steps(job, start, log):
         rows = batch(step, accelerator.process_index)
         loss = model(input_ids=rows, labels=rows).loss
