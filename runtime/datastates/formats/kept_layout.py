@@ -19,7 +19,7 @@ from datastates.engine.image import FileImage, Literal, Memory
 FEWEST = 64
 """Parts. A smaller image is laid out anew as fast as it is looked up."""
 
-MOST = 1_000_000
+MOST = 500_000
 """Parts of all images that are kept; about 100 MiB."""
 
 
