@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 #include "crc32.h"
 #include "engine.h"
+#include "tensor_pickling.h"
 
 namespace py = pybind11;
 
@@ -285,6 +287,16 @@ uint32_t PyCrc32(const py::buffer& data, uint32_t value, bool portable) {
   return crc;
 }
 
+// Whether the host memory at any of the addresses begins with `start`.
+bool BeginsWith(const py::list& addresses, const std::string& start) {
+  for (const auto address : addresses) {
+    const auto* const memory = static_cast<const char*>(PyLong_AsVoidPtr(address.ptr()));
+    if (memory == nullptr) throw py::value_error("an address must be a number other than 0");
+    if (std::memcmp(memory, start.data(), start.size()) == 0) return true;
+  }
+  return false;
+}
+
 }  // namespace
 }  // namespace ckpt
 
@@ -301,6 +313,10 @@ PYBIND11_MODULE(_native, module) {
   module.def("crc32_combine", &Crc32Combine, py::arg("a"), py::arg("b"), py::arg("len_b"),
              "The CRC-32 of A followed by B, from the CRC-32 of each and the length of B in bytes.");
   module.def("crc32_path", &Crc32Path, "How crc32 works here: pclmulqdq, armv8-crc or portable.");
+
+  module.def(
+      "begins_with", &BeginsWith, py::arg("addresses"), py::arg("start"),
+      "Whether the host memory at any of the addresses begins with these bytes; each must have as many.");
 
   py::class_<PyEngine>(module, "Engine")
       .def(py::init<size_t, size_t, int, bool, const std::string&, const std::string&>(),
@@ -321,4 +337,15 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("torn", &PyTicket::Torn)
       .def_property_readonly("files", &PyTicket::Files)
       .def_property_readonly("stats", &PyTicket::Stats);
+
+  py::class_<TensorPickling, std::shared_ptr<TensorPickling>>(module, "TensorPickling")
+      .def(py::init<py::sequence, py::object, py::object, py::object, py::object, py::object, int>(),
+           py::arg("plain_types"), py::arg("kind_of"), py::arg("storage_of"), py::arg("hooks_type"),
+           py::arg("metadata_of"), py::arg("not_plain"), py::arg("protocol"))
+      .def_property_readonly("persistent_id", &TensorPickling::PersistentId)
+      .def_property_readonly("reduce", &TensorPickling::Reducer)
+      .def_readonly("storages", &TensorPickling::storages)
+      .def_readonly("addresses", &TensorPickling::addresses)
+      .def_readonly("sizes", &TensorPickling::sizes)
+      .def_readonly("devices", &TensorPickling::devices);
 }

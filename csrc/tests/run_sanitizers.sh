@@ -23,7 +23,7 @@ for sanitizer in ${*:-thread address}; do
     objects=$build/$sanitizer
     mkdir -p "$objects"
     rm -f "$objects"/*.o
-    ls "$root"/csrc/*.cc "$here"/*.cc | grep -v /bindings.cc |
+    ls "$root"/csrc/*.cc "$here"/*.cc | grep -v -e /bindings.cc -e /tensor_pickling.cc |
         xargs -P "$(nproc)" -I{} sh -c \
             '${CXX:-c++} -std=c++17 -O1 -g -Wall -Wextra -pthread $1 -c "$3" -o "$2/$(basename "$3").o"' - "$flags" "$objects" {}
     # shellcheck disable=SC2086

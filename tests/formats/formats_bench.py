@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from datastates.engine.image import FileImage
 from datastates.formats import intercept
 from datastates.formats.render import render
@@ -24,7 +23,7 @@ class FolderSink:
     def wants(self, path: str) -> bool:
         return Path(path).is_relative_to(self.folder)
 
-    def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
+    def describe(self, address: int, nbytes: int) -> tuple[bool, str]:
         return True, ""
 
     def accept(self, path: str, image: FileImage) -> None:

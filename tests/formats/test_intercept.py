@@ -31,7 +31,7 @@ from datastates.formats.render import render
 
 class Sink:
     def wants(self, path): return True
-    def describe(self, memory): return False, ""
+    def describe(self, address, nbytes): return False, ""
     def accept(self, path, image): open(path, "wb").write(render(image)); print(path)
     def note(self, text): raise AssertionError(text)
 
@@ -128,7 +128,7 @@ def test_a_save_inside_a_pickle_is_intercepted_like_any_other(bench: Bench) -> N
 
 def test_storages_can_be_copied_to_the_host_again_after_a_failed_save(bench: Bench) -> None:
     class Failing(FolderSink):
-        def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
+        def describe(self, address: int, nbytes: int) -> tuple[bool, str]:
             raise RuntimeError("no description")
 
     with intercept.sink(Failing(bench.imaged)), pytest.raises(RuntimeError, match="no description"):

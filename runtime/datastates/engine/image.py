@@ -18,20 +18,18 @@ backwards, so a file of any size can be written in one pass through a small cach
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 CPU = -1
 """Device number of host memory; a CUDA device has its ordinal."""
 
 
-@dataclass(slots=True, frozen=True)
-class Literal:
+class Literal(NamedTuple):
     offset: int
     data: bytes
 
 
-@dataclass(slots=True, frozen=True)
-class Memory:
+class Memory(NamedTuple):
     """``nbytes`` bytes of tensor memory that belong at ``offset`` of the file.
 
     ``still`` promises that nobody changes the bytes before the fence; the engine samples them and says when the promise was broken.
@@ -50,8 +48,7 @@ class Memory:
     stream: int = 0
 
 
-@dataclass(slots=True, frozen=True)
-class Checksum:
+class Checksum(NamedTuple):
     """The CRC-32 of bytes ``[start, end)`` of the file, little-endian, at ``offset >= end``."""
 
     offset: int
@@ -59,8 +56,7 @@ class Checksum:
     end: int
 
 
-@dataclass(slots=True, frozen=True)
-class Digest:
+class Digest(NamedTuple):
     """Twenty decimal digits at ``offset``: a running combination of checksums of earlier ranges.
 
     Starting from 0, each CRC-32 ``crc`` of the ``ranges`` (pairs of start and end), in order, is folded in as ``h ^= crc + 0x9e3779b9 + (h << 6) + (h >> 2)``

@@ -6,13 +6,12 @@ import ctypes
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import torch
-
 from datastates.engine.image import CPU, Checksum, Digest, FileImage, Literal, Memory
 from datastates.formats import device
 
-Describe: TypeAlias = "Callable[[torch.UntypedStorage | torch.Tensor], tuple[bool, str]]"
-"""Asked for each piece of tensor memory: does it hold still until the fence, and what should a message call it ("": the format's own name)."""
+Describe: TypeAlias = "Callable[[int, int], tuple[bool, str]]"
+"""Asked for each storage, by its address and its size in bytes: does it hold still until the fence, and what should a message call it ("": the
+format's own name)."""
 
 INLINE_BYTES = 4096
 """Host memory up to this size is copied at once: many small tensors become one literal part, and need no later checksum."""
@@ -55,13 +54,10 @@ class ImageBuilder:
         return ctypes.string_at(address, nbytes)
 
     def memory(
-        self, address: int, nbytes: int, owner: Any, place: device.Place, description: tuple[bool, str]
+        self, address: int, nbytes: int, owner: Any, still: bool, name: str, device: int, stream: int
     ) -> None:
         self._flush()
-        still, name = description
-        part = Memory(
-            self.origin + self.offset, address, nbytes, owner, still, name, place.device, place.stream
-        )
+        part = Memory(self.origin + self.offset, address, nbytes, owner, still, name, device, stream)
         self._image.memory.append(part)
         self._skip(nbytes)
 

@@ -1,7 +1,7 @@
 """Catch what a program saves with torch.save and safetensors, and hand it over as file images.
 
 The functions that a program calls are left alone, since it may have bound them under any name long ago. Replaced are the module
-globals that they look up each time they run: ``torch.serialization._open_zipfile_writer`` and, in ``safetensors.torch``,
+globals that they look up each time they run: ``_open_zipfile_writer`` and ``_save`` in ``torch.serialization`` and, in ``safetensors.torch``,
 ``_flatten_as_ptr`` (``_flatten`` before 0.8) and ``serialize_file``; and, in torch.distributed.checkpoint, two methods of
 ``FileSystemWriter``. A replacement does what the stock function does unless this thread has a sink that wants the path.
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,9 +27,10 @@ import safetensors.torch
 import torch
 
 from datastates.engine.image import FileImage
-from datastates.formats import device, safetensors_file, self_check
+from datastates.formats import device, quick_pickle, safetensors_file, self_check
 from datastates.formats.device import CannotImage
-from datastates.formats.torch_zip import Archive, ZipRecorder
+from datastates.formats.quick_pickle import Storages
+from datastates.formats.torch_zip import Archive, ZipRecorder, without_garbage_collection
 
 
 class Sink(Protocol):
@@ -37,7 +39,7 @@ class Sink(Protocol):
     def wants(self, path: str) -> bool:
         """Whether the file at ``path``, as the program gave it, is to be imaged instead of written."""
 
-    def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
+    def describe(self, address: int, nbytes: int) -> tuple[bool, str]:
         """See :data:`datastates.formats.builder.Describe`."""
 
     def accept(self, path: str, image: FileImage) -> None:
@@ -127,7 +129,19 @@ def _install_torch() -> None:
             _tell(target, str(reason))
             return stock_open(name_or_buffer)
 
+    stock_save: Callable[..., None] = library._save
+
+    def save(obj: Any, zip_file: Any, pickle_module: Any, *how: Any, **options: Any) -> None:
+        if not isinstance(zip_file, _RedirectedZip) or pickle_module is not pickle:
+            stock_save(obj, zip_file, pickle_module, *how, **options)
+            return
+        storages = quick_pickle.Storages()
+        with without_garbage_collection():
+            stock_save(obj, zip_file, quick_pickle.pickle_module(storages), *how, **options)
+            zip_file.write_storages(storages)
+
     library._open_zipfile_writer = open_zipfile_writer
+    library._save = save
 
 
 class _RedirectedZip:
@@ -155,6 +169,17 @@ class _RedirectedZip:
                 self._fall_back(str(reason))
         self._stock_writer.write_record(name, _on_host(data), size)
 
+    def write_storages(self, storages: Storages) -> None:
+        """The records that come last, if torch has not written them itself."""
+        if self._stock is None:
+            try:
+                self._recorder.write_storages(storages)
+                return
+            except CannotImage as reason:
+                self._fall_back(str(reason))
+        for number, storage in enumerate(storages.storages):
+            self._stock_writer.write_record(f"data/{number}", _on_host(storage), storages.sizes[number])
+
     def __getattr__(self, name: str) -> Any:
         """Whatever else torch's writer can do, only torch's writer can do."""
         if name.startswith("_"):
@@ -181,7 +206,7 @@ class _RedirectedZip:
         self._recorder.stop_holding()
         self._stock = self._stock_open(self._path)
         self._stock_writer = self._stock.__enter__()
-        for name, payload in self._recorder.records:
+        for name, payload in self._recorder.all_records():
             size = len(payload) if isinstance(payload, bytes) else payload.nbytes()
             self._stock_writer.write_record(name, _on_host(payload), size)
 

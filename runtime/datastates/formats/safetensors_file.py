@@ -144,6 +144,7 @@ def _add_tensor(
     if small is not None:
         builder.literal(small)
         return
-    still, label = describe(tensor)
+    storage = tensor.untyped_storage()
+    still, label = describe(storage.data_ptr(), storage.nbytes())
     # The storage, not the tensor, keeps this memory: `parameter.data = ...` gives the tensor another one.
-    builder.memory(address, nbytes, tensor.untyped_storage(), place, (still, label or name))
+    builder.memory(address, nbytes, storage, still, label or name, place.device, place.stream)

@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 
 from datastates.engine.image import FileImage
+from datastates.formats import quick_pickle
 from datastates.formats.render import render
 
 
@@ -30,7 +31,7 @@ class Collector:
     def wants(self, path: str) -> bool:
         return True
 
-    def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
+    def describe(self, address: int, nbytes: int) -> tuple[bool, str]:
         return False, ""
 
     def accept(self, path: str, image: FileImage) -> None:
@@ -58,8 +59,20 @@ def torch_zip() -> str | None:
         torch.save(sample, buffer)
         return buffer.getvalue()
 
-    # A stream has no name, so torch calls it "archive". Were the path not intercepted, nothing could be written there.
-    return _compare(f"torch {torch.__version__}", stock, lambda: torch.save(sample, "/dev/null/archive.pt"))
+    def check() -> str | None:
+        # A stream has no name, so torch calls it "archive". Were the path not intercepted, nothing could be written there.
+        return _compare(
+            f"torch {torch.__version__}", stock, lambda: torch.save(sample, "/dev/null/archive.pt")
+        )
+
+    problem = check()
+    if problem is None:
+        return None
+    quick_pickle.usable = False
+    if check() is None:
+        return None
+    quick_pickle.usable = True
+    return problem
 
 
 @functools.cache

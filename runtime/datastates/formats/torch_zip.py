@@ -17,27 +17,39 @@ import functools
 import gc
 import io
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
-from datastates.engine.image import CPU, FileImage
+from datastates.engine._native import begins_with
+from datastates.engine.image import CPU, FileImage, Memory
 from datastates.formats import device
 from datastates.formats.builder import Describe, ImageBuilder
 from datastates.formats.device import CannotImage
+from datastates.formats.kept_layout import KeptLayout, KeptLayouts
+from datastates.formats.quick_pickle import Storages
 from datastates.formats.zip_layout import DESCRIPTOR_MARK, ZipLayout
 
+_MARKED = "data that looks like a zip descriptor"
+_NO_MEMORY = "a storage has a size but no memory"
 _SERIALIZATION_ID = ".data/serialization_id"
 
 
-class _Source(NamedTuple):
-    """Where the bytes of a record lie: host or device address, the storage that keeps the memory, and the place."""
+_layouts = KeptLayouts()
+
+
+class _Memory(NamedTuple):
+    """A memory part, wherever it will lie."""
 
     address: int
+    nbytes: int
     owner: torch.UntypedStorage
-    place: device.Place
+    still: bool
+    name: str
+    device: int
+    stream: int
 
 
 class ZipRecorder:
@@ -57,6 +69,7 @@ class ZipRecorder:
     def __init__(self, path: str, describe: Describe) -> None:
         self.image: FileImage | None = None
         self.records: list[tuple[str, bytes | torch.UntypedStorage]] = []
+        self._storages = Storages()
         self._describe = describe
         self._place_of = functools.cache(device.place)
         self._prefix = record_prefix(path)
@@ -78,6 +91,21 @@ class ZipRecorder:
             self._take_storage(name, data, size)
         else:
             raise CannotImage(f"record {name} is given as {type(data).__name__}")
+
+    def write_storages(self, storages: Storages) -> None:
+        """The last records: data/0, data/1 and so on, one for each storage."""
+        for where in set(storages.devices):
+            self._place_of(where)
+        if any(
+            size and not address for address, size in zip(storages.addresses, storages.sizes, strict=True)
+        ):
+            raise CannotImage(_NO_MEMORY)
+        self._storages = storages
+
+    def all_records(self) -> Iterator[tuple[str, bytes | torch.UntypedStorage]]:
+        """Those of :meth:`write_record`, then those of :meth:`write_storages`."""
+        yield from self.records
+        yield from ((f"data/{number}", storage) for number, storage in enumerate(self._storages.storages))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -103,44 +131,116 @@ class ZipRecorder:
             raise CannotImage(f"record {name} is not the whole of its storage")
         self._place_of(storage.device)
         if size and not storage.data_ptr():
-            raise CannotImage("a storage has a size but no memory")
+            raise CannotImage(_NO_MEMORY)
         self.records.append((name, storage))
 
     def _finish(self) -> None:
         with without_garbage_collection():
-            builder = ImageBuilder()
-            self._lay_out(builder)
-            self.image = builder.finish()
+            key = self._shape()
+            kept = None if key is None else _layouts.find(key)
+            self.image = self._anew(key) if kept is None else self._again(kept)
 
-    def _lay_out(self, builder: ImageBuilder) -> None:
-        names = tuple(name for name, _ in self.records)
+    def _shape(self) -> Hashable:
+        """All that decides where the parts of the image lie, and which parts they are; None where too much does."""
+        known = tuple((name, len(data)) for name, data in self.records if isinstance(data, bytes))
+        if len(known) != len(self.records):
+            return None
+        storages = self._storages
+        return self._prefix, self._alignment, known, tuple(storages.sizes), tuple(storages.devices)
+
+    def _anew(self, key: Hashable) -> FileImage:
+        builder = ImageBuilder()
+        layout, numbers = self._lay_out(builder)
+        image = builder.finish()
+        if key is not None:
+            others = {number - len(self.records) for number in numbers}
+            known = [
+                number for number, size in enumerate(self._storages.sizes) if size and number not in others
+            ]
+            _layouts.keep(key, KeptLayout(image, layout.spots, known, sorted(others)))
+        return image
+
+    def _again(self, kept: KeptLayout) -> FileImage:
+        storages = self._storages
+        owners, addresses, sizes, devices = (
+            storages.storages,
+            storages.addresses,
+            storages.sizes,
+            storages.devices,
+        )
+        known = [data for _, data in self.records if isinstance(data, bytes) and data]
+        for number in kept.known:
+            known.append(ctypes.string_at(addresses[number], sizes[number]))
+            _refuse_descriptor_mark(known[-1])
+        places = {where: self._place_of(where) for where in set(devices)}
+        memory = []
+        for number, offset in kept.memory:
+            address, size, place = addresses[number], sizes[number], places[devices[number]]
+            still, label = self._describe(address, size)
+            label = label or f"data/{number}"
+            memory.append(
+                Memory(offset, address, size, owners[number], still, label, place.device, place.stream)
+            )
+        if begins_with([part.address for part in memory if part.device == CPU], DESCRIPTOR_MARK):
+            raise CannotImage(_MARKED)
+        return kept.fill(known, memory)
+
+    def _lay_out(self, builder: ImageBuilder) -> tuple[ZipLayout, list[int]]:
+        """The layout, and which records are memory parts."""
         layout = ZipLayout(self._prefix, self._alignment, builder)
-        for name, payload in self.records:
-            if isinstance(payload, bytes):
-                layout.add(name, payload)
+        names: list[str] = []
+        late = []
+        for name, content in self._contents(builder):
+            if isinstance(content, _Memory):
+                late.append(len(names))
+                layout.begin(name, content.nbytes)
+                builder.memory(*content)
+                layout.end()
             else:
-                self._add_storage(layout, name, payload.nbytes(), self._source_of(payload))
+                layout.add(name, content)
+            names.append(name)
         for name, data in _trailing_records(tuple(name for name in names if not name.startswith("data/"))):
             layout.add(name, data)
-        _add_serialization_id(layout, _names_hash(names))
+        _add_serialization_id(layout, _names_hash(tuple(names)))
         layout.finish()
+        return layout, late
 
-    def _source_of(self, storage: torch.UntypedStorage) -> _Source:
-        return _Source(storage.data_ptr(), storage, self._place_of(storage.device))
+    def _contents(self, builder: ImageBuilder) -> Iterator[tuple[str, bytes | _Memory]]:
+        """Name and content of every record; ``builder`` is told of small memory, of which it takes only so much."""
+        for name, payload in self.records:
+            if isinstance(payload, bytes):
+                yield name, payload
+            else:
+                yield name, self._content(builder, name, *self._source_of(payload))
+        storages = self._storages
+        columns = zip(storages.storages, storages.addresses, storages.sizes, storages.devices, strict=True)
+        for number, (storage, address, size, place) in enumerate(columns):
+            name = f"data/{number}"
+            yield name, self._content(builder, name, address, size, storage, self._place_of(place))
 
-    def _add_storage(self, layout: ZipLayout, name: str, nbytes: int, source: _Source) -> None:
-        address, owner, place = source
-        small = layout.builder.small(address, nbytes, place)
+    def _source_of(
+        self, storage: torch.UntypedStorage
+    ) -> tuple[int, int, torch.UntypedStorage, device.Place]:
+        """Where the bytes of a record lie: address, size, the storage that keeps the memory, and the place."""
+        return storage.data_ptr(), storage.nbytes(), storage, self._place_of(storage.device)
+
+    def _content(
+        self,
+        builder: ImageBuilder,
+        name: str,
+        address: int,
+        nbytes: int,
+        owner: torch.UntypedStorage,
+        place: device.Place,
+    ) -> bytes | _Memory:
+        small = builder.small(address, nbytes, place)
         if small is not None:
             _refuse_descriptor_mark(small)
-            layout.add(name, small)
-            return
+            return small
         if place.device == CPU:
             _refuse_descriptor_mark(ctypes.string_at(address, 4))
-        still, label = self._describe(owner)
-        layout.begin(name, nbytes)
-        layout.builder.memory(address, nbytes, owner, place, (still, label or name))
-        layout.end()
+        still, label = self._describe(owner.data_ptr(), owner.nbytes())
+        return _Memory(address, nbytes, owner, still, label or name, place.device, place.stream)
 
 
 class Archive(ZipRecorder):
@@ -173,13 +273,15 @@ class Archive(ZipRecorder):
         self._builder.begin_archive()
         self._lay_out(self._builder)
 
-    def _source_of(self, storage: torch.UntypedStorage) -> _Source:
+    def _source_of(
+        self, storage: torch.UntypedStorage
+    ) -> tuple[int, int, torch.UntypedStorage, device.Place]:
         if self._instead is None or self._instead[0]._cdata != storage._cdata:
             return super()._source_of(storage)
         tensor = self._instead[1]
         if not tensor.data_ptr():
             raise CannotImage("a tensor has elements but no memory of its own")
-        return _Source(tensor.data_ptr(), tensor.untyped_storage(), self._place_of(tensor.device))
+        return tensor.data_ptr(), storage.nbytes(), tensor.untyped_storage(), self._place_of(tensor.device)
 
 
 def record_prefix(path: str) -> bytes:
@@ -215,7 +317,7 @@ def without_garbage_collection() -> Iterator[None]:
 def _refuse_descriptor_mark(data: bytes) -> None:
     """torch's writer takes anything that begins with this mark for a checksum and folds it into the serialization id."""
     if data.startswith(DESCRIPTOR_MARK):
-        raise CannotImage("data that looks like a zip descriptor")
+        raise CannotImage(_MARKED)
 
 
 def _checksums_wanted() -> bool:

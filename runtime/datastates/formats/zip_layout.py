@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from datastates.formats.builder import ImageBuilder
 from datastates.formats.device import CannotImage
+from datastates.formats.kept_layout import Spot
 
 _HUGE = 0xFFFFFFFF
 _UTF8_NAME = 0x0800
@@ -55,6 +56,8 @@ class ZipLayout:
         self._alignment = alignment
         self._paddings: dict[int, bytes] = {}
         self._entries: list[_Entry] = []
+        self.spots: list[Spot] = []
+        """After :meth:`finish`, of each record that was added with bytes: where in the archive they and their checksums stand."""
 
     def add(self, name: str, data: bytes) -> None:
         """A record whose bytes are known."""
@@ -125,6 +128,9 @@ class ZipLayout:
 
     def _add_to_directory(self, entry: _Entry) -> None:
         name, header, start, size, crc = entry
+        if crc is not None and size:
+            descriptor = start + size + len(DESCRIPTOR_MARK)
+            self.spots.append(Spot(start, size, (descriptor, self.builder.offset + _DIRECTORY_START.size)))
         zip64 = _zip64_extra(size, size, header)
         short = min(size, _HUGE)
         first = _DIRECTORY_START.pack(b"PK\x01\x02", 0, 0, _flags(size), 0, 0, 0)

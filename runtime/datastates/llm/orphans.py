@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -18,10 +17,12 @@ from datastates.engine.image import CPU, FileImage, Memory
 
 def hold_still(images: Sequence[FileImage]) -> None:
     """Mark as still the host memory of ``images`` that is theirs alone. To be called when the code that wrote them has returned."""
+    if all(part.still for image in images for part in image.memory):
+        return
     parts = Counter(id(part.owner) for image in images for part in image.memory)
     for image in images:
         image.memory = [
-            replace(part, still=True) if _is_orphan(part, parts[id(part.owner)]) else part
+            part._replace(still=True) if _is_orphan(part, parts[id(part.owner)]) else part
             for part in image.memory
         ]
 

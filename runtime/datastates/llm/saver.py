@@ -12,6 +12,7 @@ from pathlib import Path
 
 from datastates.engine import Engine, PendingFile, Ticket
 from datastates.formats import intercept
+from datastates.formats.torch_zip import without_garbage_collection
 from datastates.llm import log, trouble
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
@@ -94,7 +95,8 @@ class Saver:
         self._make_room()
         how = manner or Manner()
         self._number = self._number + 1 if how.number is None else how.number
-        scope = SaveScope(directory.files, self._still(self._torn_before), how.leaves_out)
+        with without_garbage_collection():
+            scope = SaveScope(directory.files, self._still(self._torn_before), how.leaves_out)
         try:
             with intercept.sink(scope):
                 write()
@@ -109,7 +111,8 @@ class Saver:
                 raise
             return self._refuse(directory, error)
         try:
-            ticket = self._submit(pending)
+            with without_garbage_collection():
+                ticket = self._submit(pending)
         except Exception as error:  # noqa: BLE001 - ours, whatever it is: it costs this checkpoint and not the training
             return self._refuse(directory, error)
         before = self._in_flight[-1] if self._in_flight else None
@@ -129,7 +132,7 @@ class Saver:
                 how.voters,
             ),
             began,
-            late_bytes=sum(part.nbytes for file in pending for part in file.image.memory if part.still),
+            late_bytes=sum([part.nbytes for file in pending for part in file.image.memory if part.still]),
         )
         return True
 

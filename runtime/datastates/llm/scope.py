@@ -14,8 +14,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import torch
-
 from datastates.engine.image import FileImage
 from datastates.llm import log, orphans
 from datastates.llm.still import StillTensor
@@ -52,13 +50,12 @@ class SaveScope:
     def wants(self, path: str) -> bool:
         return os.path.abspath(path).startswith(self._prefix)
 
-    def describe(self, memory: torch.UntypedStorage | torch.Tensor) -> tuple[bool, str]:
-        """Whether this memory may be copied late, and its name."""
-        storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
-        entry = self._still.get(storage.data_ptr())
-        if entry is None or entry.nbytes != storage.nbytes():
+    def describe(self, address: int, nbytes: int) -> tuple[bool, str]:
+        """Whether the storage there may be copied late, and its name."""
+        entry = self._still.get(address)
+        if entry is None or entry.nbytes != nbytes:
             return False, ""
-        self._used[entry.address] = entry
+        self._used[address] = entry
         return True, entry.name
 
     def accept(self, path: str, image: FileImage) -> None:

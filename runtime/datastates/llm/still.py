@@ -22,7 +22,7 @@ SMALLEST = 4096
 """Bytes. A smaller storage is copied at once: that costs less than keeping account of it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class StillTensor:
     """One storage that is copied late, with what was true of it at the save. It is called after the first of the tensors that lie in it."""
 
@@ -35,9 +35,7 @@ class StillTensor:
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> StillTensor:
         storage = tensor.untyped_storage()
-        entry = cls(name, storage, storage.data_ptr(), storage.nbytes())
-        entry.watch(name, tensor)
-        return entry
+        return cls(name, storage, storage.data_ptr(), storage.nbytes(), [(name, tensor, _version(tensor))])
 
     def watch(self, name: str, tensor: torch.Tensor) -> None:
         """``tensor`` lies in this storage too. What changes it bumps its own counter: views that took another's ``data`` share none."""
@@ -169,4 +167,7 @@ def _is_updated_in_backward(parameter: torch.Tensor) -> bool:
 
 def _version(tensor: torch.Tensor) -> int | None:
     # An inference tensor has no version counter; the engine's sample is then the only witness.
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return None
