@@ -14,18 +14,33 @@ Figures = dict[str, float]
 Results = dict[str, list[Figures]]
 """By contestant, one for each round."""
 
+SCALES = {"s": (1.0, 3), "ms": (1000.0, 1), "MiB": (1 / (1 << 20), 0), "x": (1.0, 3)}
+"""By unit: what a figure is multiplied with, and the digits behind the point."""
+
 
 @dataclass(frozen=True)
 class Column:
-    """A figure in the table. ``unit``: s, ms or MiB."""
+    """A figure in the table.
+
+    Args:
+        unit: s, ms, MiB, x (a ratio) or yes (1: yes, 0: no).
+        meaning: what it counts, for the legend.
+    """
 
     figure: str
     unit: str
+    meaning: str = ""
+
+    @property
+    def heading(self) -> str:
+        return self.figure if self.unit == "yes" else f"{self.figure}, {self.unit}"
 
     def text(self, value: float | None) -> str:
         if value is None:
             return ""
-        scale, digits = {"s": (1.0, 3), "ms": (1000.0, 1), "MiB": (1 / (1 << 20), 0)}[self.unit]
+        if self.unit == "yes":
+            return "yes" if value else "no"
+        scale, digits = SCALES[self.unit]
         return f"{value * scale:.{digits}f}"
 
 
@@ -47,9 +62,11 @@ class Target:
         least = min((figure for figure in theirs if figure is not None), default=0.0)
         return ours / least if least > 0 else None
 
-    def words(self) -> str:
+    def words(self, column: Column | None = None) -> str:
+        """``column``: of the figure, for its unit."""
         if not self.than:
-            return f"{self.figure} of {self.ours}: at most {self.most:g}"
+            most = f"{column.text(self.most)} {column.unit}" if column else f"{self.most:g}"
+            return f"{self.figure} of {self.ours}: at most {most}"
         than = "the best peer" if len(self.than) > 1 else self.than[0]
         return f"{self.figure} of {self.ours}: at most {self.most:.3g} x that of {than}"
 
@@ -60,7 +77,7 @@ class Case:
 
     Args:
         arguments: given to the function, together with ``contestant`` and the ``folder`` to work in.
-        missing: whether a contestant cannot run here.
+        missing: why a contestant cannot run here; empty when it can.
     """
 
     name: str
@@ -71,7 +88,19 @@ class Case:
     columns: tuple[Column, ...]
     targets: tuple[Target, ...] = ()
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    missing: Callable[[str], bool] = lambda contestant: False
+    missing: Callable[[str], str] = lambda contestant: ""
+
+    def column(self, figure: str) -> Column | None:
+        return next((column for column in self.columns if column.figure == figure), None)
+
+
+@dataclass
+class Measured:
+    """What came of a case; ``left_out`` says why somebody has no figures, by contestant."""
+
+    case: Case
+    results: Results = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def medians(results: Results) -> dict[str, Figures]:

@@ -36,8 +36,9 @@ class Contestant:
         self.cache = cache
 
     @classmethod
-    def missing(cls) -> bool:
-        return importlib.util.find_spec(cls.needs) is None
+    def missing(cls) -> str:
+        """Why it cannot run here."""
+        return "" if importlib.util.find_spec(cls.needs) else f"{cls.needs} is not installed"
 
     def save(self, step: int) -> None:
         raise NotImplementedError

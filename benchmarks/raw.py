@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
+
 BLOCK = 8 << 20
 
 
@@ -27,6 +29,21 @@ def write(path: Path, nbytes: int, threads: int) -> float:
         os.close(file)
         path.unlink()
     return seconds * nbytes / written
+
+
+def copy_from_device(nbytes: int, repeats: int = 5) -> float:
+    """Seconds to copy ``nbytes`` from the GPU into pinned memory, in one piece, at best."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return min(_copy(source, target) for _ in range(repeats))
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> float:
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    target.copy_(source, non_blocking=True)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 def _open(path: Path) -> int:

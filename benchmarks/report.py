@@ -14,7 +14,7 @@ from datastates.store.verify import usable_cores
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.case import Case, Results, medians
+from benchmarks.case import Case, Column, Measured, Target, medians
 
 
 def machine() -> dict[str, Any]:
@@ -34,50 +34,64 @@ def machine() -> dict[str, Any]:
     }
 
 
-def table(case: Case, results: Results) -> Table:
+def table(measured: Measured) -> Table:
     """Medians over the rounds."""
+    case = measured.case
     shown = Table(title=f"{case.name}: {case.work}")
     for heading in _headings(case):
         shown.add_column(heading, justify="left" if heading == "" else "right", no_wrap=not heading)
-    for row in _rows(case, results):
+    for row in _rows(measured):
         shown.add_row(*row)
     return shown
 
 
-def verdicts(case: Case, results: Results) -> list[str]:
+def verdicts(measured: Measured) -> list[str]:
     """A line for each target."""
-    found = []
-    for target in case.targets:
-        reached = target.reached(medians(results))
-        if reached is None:
-            found.append(f"?  {target.words()}: nothing to compare with")
-        else:
-            found.append(f"{'ok' if reached <= target.most else 'NO'} {target.words()}: {reached:.3g}")
-    return found
+    return [_verdict(measured, target) for target in measured.case.targets]
 
 
-def markdown(measured: list[tuple[Case, Results]], where: dict[str, Any]) -> str:
+def _verdict(measured: Measured, target: Target) -> str:
+    column = measured.case.column(target.figure)
+    words, reached = target.words(column), target.reached(medians(measured.results))
+    if reached is None:
+        return f"?  {words}: nothing to compare with"
+    shown = f"{reached:.3g}" if target.than or column is None else column.text(reached)
+    return f"{'ok' if reached <= target.most else 'NO'} {words}: {shown}"
+
+
+def legend(case: Case) -> list[str]:
+    """What the figures count."""
+    return [f"{column.figure}: {column.meaning}" for column in case.columns if column.meaning]
+
+
+def markdown(measured: list[Measured], where: dict[str, Any]) -> str:
     lines = [
         f"{where['cores']} cores of {where['processor']}, {where['memory'] >> 30} GiB"
         + (f", {where['gpu']}" if where["gpu"] else "")
         + f"; Python {where['python']}, torch {where['torch']}. Medians.",
         "",
     ]
-    for case, results in measured:
+    for one in measured:
+        case = one.case
         lines += [f"**{case.name}**: {case.work}", "", _line(_headings(case))]
         lines += [_line(["---", *("---:" for _ in case.columns)])]
-        lines += [*map(_line, _rows(case, results)), ""]
-        lines += [f"- {verdict}" for verdict in verdicts(case, results)] + [""]
+        lines += [*map(_line, _rows(one)), ""]
+        lines += [f"- {line}" for line in (*legend(case), *verdicts(one))] + [""]
     return "\n".join(lines)
 
 
-def write(folder: Path, measured: list[tuple[Case, Results]], console: Console) -> None:
+def write(folder: Path, measured: list[Measured], console: Console) -> None:
     """``results.md``, ``results.json`` and, where matplotlib is installed, ``results.png``."""
     folder.mkdir(parents=True, exist_ok=True)
     where = machine()
     found = {
-        case.name: {"work": case.work, "rounds": results, "targets": verdicts(case, results)}
-        for case, results in measured
+        one.case.name: {
+            "work": one.case.work,
+            "rounds": one.results,
+            "left out": one.left_out,
+            "targets": verdicts(one),
+        }
+        for one in measured
     }
     (folder / "results.json").write_text(json.dumps({"machine": where, "cases": found}, indent=1))
     (folder / "results.md").write_text(markdown(measured, where))
@@ -91,25 +105,30 @@ def write(folder: Path, measured: list[tuple[Case, Results]], console: Console) 
 
 
 def _headings(case: Case) -> list[str]:
-    return ["", *(f"{column.figure}, {column.unit}" for column in case.columns)]
+    return ["", *(column.heading for column in case.columns)]
 
 
-def _rows(case: Case, results: Results) -> Iterator[list[str]]:
-    for name, figures in medians(results).items():
-        yield [name, *(column.text(figures.get(column.figure)) for column in case.columns)]
+def _rows(measured: Measured) -> Iterator[list[str]]:
+    """In the order of the case; who was left out has the reason in place of the figures."""
+    found, columns = medians(measured.results), measured.case.columns
+    for name in measured.case.contestants:
+        if name in found:
+            yield [name, *(column.text(found[name].get(column.figure)) for column in columns)]
+        elif name in measured.left_out:
+            yield [name, measured.left_out[name], *("" for _ in columns[1:])]
 
 
 def _line(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _plot(path: Path, measured: list[tuple[Case, Results]]) -> None:
+def _plot(path: Path, measured: list[Measured]) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    widest = max(len(case.columns) for case, _ in measured)
+    widest = max(len(_pictured(one.case)) for one in measured)
     figure, grid = pyplot.subplots(
         len(measured),
         widest,
@@ -117,11 +136,11 @@ def _plot(path: Path, measured: list[tuple[Case, Results]]) -> None:
         squeeze=False,
         layout="constrained",
     )
-    for row, (case, results) in zip(grid, measured, strict=True):
-        found = medians(results)
-        for axes in row[len(case.columns) :]:
+    for row, one in zip(grid, measured, strict=True):
+        case, found, columns = one.case, medians(one.results), _pictured(one.case)
+        for axes in row[len(columns) :]:
             axes.remove()
-        for axes, column in zip(row, case.columns, strict=False):
+        for axes, column in zip(row, columns, strict=False):
             names = [name for name in found if column.figure in found[name]]
             values = [float(column.text(found[name][column.figure])) for name in names]
             colours = ["tab:green" if name.startswith("ckpt-run") else "tab:grey" for name in names]
@@ -130,6 +149,10 @@ def _plot(path: Path, measured: list[tuple[Case, Results]]) -> None:
             axes.set_title(f"{case.name}: {column.figure}, {column.unit}", fontsize=8)
             axes.tick_params(labelsize=7)
     figure.savefig(path, dpi=110)
+
+
+def _pictured(case: Case) -> list[Column]:
+    return [column for column in case.columns if column.unit != "yes"]
 
 
 def _processor() -> str:

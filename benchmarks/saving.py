@@ -1,18 +1,11 @@
 """One contestant saves a state a few times, in a process of its own: what that cost.
 
-======== ==========================================================================================================
-stall    seconds that the training thread stood still: in the call, and at the fence before the state changes
-lost     seconds that a save makes a fixed piece of training longer: its stall, and what steps took longer meanwhile
-durable  seconds from the call until the contestant says that the checkpoint is done, with nothing else running
-cpu      seconds of processor time of one such save, of all processes of the contestant
-memory   bytes by which the process's peak is above what it had before the first save
-======== ==========================================================================================================
+:data:`benchmarks.cases.SAVING` says what each figure counts.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import statistics
 import tempfile
 import time
@@ -20,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
-from benchmarks import raw, states
+from benchmarks import process, raw, states
 from benchmarks.contestants import ALL, Contestant
 
 SIZE = 512
+SIZE_ON_DEVICE = 4096
 """Of the matrices that stand for forward and backward."""
 
 
@@ -39,6 +32,7 @@ class Work:
         cache: part of the state's size that may be staged in.
         seconds: of training after a save, in ``steps`` steps.
         saves: measured ones of each kind.
+        device: that the state is on, and the training.
     """
 
     state: str
@@ -48,11 +42,12 @@ class Work:
     seconds: float = 1.0
     steps: int = 4
     saves: int = 3
+    device: str = "cpu"
 
     def build(self) -> states.State:
         make = getattr(states, self.state)
         built: states.State = make(self.nbytes) if self.nbytes else make()
-        return built
+        return {name: tensor.to(self.device) for name, tensor in built.items()}
 
 
 def visit(contestant: str, **given: Any) -> dict[str, float]:
@@ -63,11 +58,16 @@ def visit(contestant: str, **given: Any) -> dict[str, float]:
     total = states.nbytes(state)
     with tempfile.TemporaryDirectory(dir=work.folder) as folder:
         if contestant == "raw write":
-            return {"durable": min(raw.write(Path(folder) / "raw", total, threads) for threads in (1, 4))}
-        before = psutil.Process().memory_info().rss
+            return {
+                "durable": min(raw.write(Path(folder) / "raw", total, threads) for threads in (1, 4)),
+                "synced": 1.0,
+            }
+        if contestant == "pinned copy":
+            return {"copy": raw.copy_from_device(total)}
+        before = process.resident()
         taking_part = ALL[contestant](Path(folder), state, max(int(total * work.cache), 64 << 20))
         try:
-            return _measure(taking_part, work, before)
+            return {**_measure(taking_part, work, before), "synced": float(taking_part.durable)}
         finally:
             taking_part.close()
 
@@ -79,21 +79,24 @@ def _measure(contestant: Contestant, work: Work, before: int) -> dict[str, float
     _settle(contestant, 0)
     undisturbed = statistics.median(training.seconds(None) for _ in range(3))
     peak = 0
-    figures: dict[str, list[float]] = {"stall": [], "lost": [], "durable": [], "cpu": []}
+    figures: dict[str, list[float]] = {
+        name: [] for name in ("stall", "slowdown", "lost", "copy", "durable", "cpu")
+    }
     for step in range(1, work.saves + 1):
         stalled: list[float] = []
         figures["lost"].append(training.seconds(step, stalled) - undisturbed)
         figures["stall"].append(sum(stalled))
+        figures["slowdown"].append(figures["lost"][-1] - figures["stall"][-1])
         contestant.wait()
         _settle(contestant, step)
     for step in range(work.saves + 1, 2 * work.saves + 1):
-        cpu, began = _cpu_seconds(), time.perf_counter()
-        training.stall(step)
+        cpu, began = process.cpu_seconds(), time.perf_counter()
+        figures["copy"].append(training.stall(step))
         contestant.wait()
         figures["durable"].append(time.perf_counter() - began)
-        figures["cpu"].append(_cpu_seconds() - cpu)
+        figures["cpu"].append(process.cpu_seconds() - cpu)
         if step == 2 * work.saves:
-            peak = _peak()
+            peak = process.peak()
             training.check(step)
         _settle(contestant, step)
     medians = {name: statistics.median(values) for name, values in figures.items()}
@@ -107,9 +110,12 @@ class Training:
         self.contestant = contestant
         self.state = contestant.state
         self.steps = work.steps
-        self.matrix = torch.randn(SIZE, SIZE)
-        self.result = torch.empty(SIZE, SIZE)
+        size = SIZE if work.device == "cpu" else SIZE_ON_DEVICE
+        self.device = work.device
+        self.matrix = torch.randn(size, size, device=work.device)
+        self.result = torch.empty_like(self.matrix)
         self.saved: states.State = {}
+        self._multiply(10)
         began = time.perf_counter()
         self._multiply(50)
         self.multiplications = int(work.seconds / work.steps / ((time.perf_counter() - began) / 50))
@@ -126,6 +132,7 @@ class Training:
             self.contestant.fence()
             _note(stalled, time.perf_counter() - fenced)
             states.change(self.state)
+        self._synchronize()
         return time.perf_counter() - began
 
     def stall(self, step: int) -> float:
@@ -133,6 +140,7 @@ class Training:
         self.saved = {
             name: self.state[name][:1].clone() for name in (*list(self.state)[:3], *list(self.state)[-3:])
         }
+        self._synchronize()
         began = time.perf_counter()
         self.contestant.save(step)
         self.contestant.fence()
@@ -143,13 +151,23 @@ class Training:
     def check(self, step: int) -> None:
         """The checkpoint has to hold what the state was at the call."""
         loaded = self.contestant.load(step)
-        wrong = [name for name, value in self.saved.items() if not torch.equal(loaded[name][:1], value)]
+        wrong = [
+            name
+            for name, value in self.saved.items()
+            if not torch.equal(loaded[name][:1].to(value.device), value)
+        ]
         if wrong or loaded.keys() != self.state.keys():
             raise AssertionError(f"{self.contestant.name} saved other values of {wrong}")
 
     def _multiply(self, times: int) -> None:
         for _ in range(times):
             torch.mm(self.matrix, self.matrix, out=self.result)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """What is measured next begins now, and not when the device has caught up."""
+        if self.device != "cpu":
+            torch.cuda.synchronize()
 
 
 def _note(stalled: list[float] | None, seconds: float) -> None:
@@ -161,13 +179,3 @@ def _settle(contestant: Contestant, step: int) -> None:
     """What one save leaves to the kernel is not the next one's burden."""
     contestant.remove(step)
     os.sync()
-
-
-def _cpu_seconds() -> float:
-    """Of this process and all that are below it, living ones as well."""
-    found = [psutil.Process(), *psutil.Process().children(recursive=True)]
-    return sum(times.user + times.system for times in (process.cpu_times() for process in found))
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

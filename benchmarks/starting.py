@@ -30,8 +30,9 @@ COMMANDS: dict[str, tuple[list[str], dict[str, str]]] = {
 """By contestant: the command, and variables."""
 
 
-def missing(contestant: str) -> bool:
-    return shutil.which(COMMANDS[contestant][0][0], path=_path()) is None
+def missing(contestant: str) -> str:
+    name = COMMANDS[contestant][0][0]
+    return "" if shutil.which(name, path=_path()) else f"{name} is not installed"
 
 
 def visit(contestant: str, folder: str) -> dict[str, float]:

@@ -30,7 +30,7 @@ def visit(contestant: str, folder: str, nbytes: int = NBYTES) -> dict[str, float
         checkpoint = Root.of(output_dir).checkpoint(1).path
         saver.state.clear()
         read = _verify if contestant == "ckpt-run verify" else _read
-        _forget(checkpoint)
+        forget(checkpoint)
         cold = _seconds(read, checkpoint)
         _read(checkpoint)
         figures = {"cached": _seconds(read, checkpoint), "from disk": cold}
@@ -69,7 +69,8 @@ def _read_range(file: int, start: int) -> None:
     os.preadv(file, [buffer], start)
 
 
-def _forget(checkpoint: Path) -> None:
+def forget(checkpoint: Path) -> None:
+    """Take its files out of the page cache."""
     os.sync()
     for path in _files(checkpoint):
         file = os.open(path, os.O_RDONLY)

@@ -1,0 +1,76 @@
+"""How long a resumed training takes from the start of its process to its first step.
+
+The checkpoint is the same for all: ckpt-run's, whose files are those of the stock Trainer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from datastates.store.layout import Root
+
+from benchmarks import verifying
+from benchmarks.starting import CKPT_RUN
+from benchmarks.training import MODEL
+from benchmarks.ways import OURS, STOCK
+
+STARTS = 3
+ROOT = Path(__file__).parents[1]
+
+
+def visit(
+    contestant: str, folder: str, model: Mapping[str, int] = MODEL, starts: int = STARTS
+) -> dict[str, float]:
+    """Seconds of ``starts`` starts with the checkpoint in the page cache, and of one with none of it there."""
+    with tempfile.TemporaryDirectory(dir=folder) as output_dir:
+        environment = {**os.environ, "XDG_STATE_HOME": output_dir}
+        _run([CKPT_RUN, *_command(output_dir, model, None)], environment)
+        checkpoint = Root.of(output_dir).checkpoint(1).path
+        command = {
+            OURS: [CKPT_RUN, *_command(output_dir, model, True)],
+            STOCK: _command(output_dir, model, str(checkpoint)),
+        }[contestant]
+        before = _used()
+        warm = [_first_step(command, environment) for _ in range(starts)]
+        cpu = (_used() - before) / starts
+        verifying.forget(checkpoint)
+        return {
+            "first step": min(warm),
+            "median": statistics.median(warm),
+            "from disk": _first_step(command, environment),
+            "cpu": cpu,
+            "peak": float(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024),
+            "verified": float(contestant == OURS),
+        }
+
+
+def _command(output_dir: str, model: Mapping[str, int], resume: bool | str | None) -> list[str]:
+    """A training, at whose first step its process ends, unless it resumes from nothing: then it saves that step."""
+    given = {"output_dir": output_dir, "model": dict(model), "resume": resume}
+    return [sys.executable, "-m", "benchmarks.resumed", json.dumps(given)]
+
+
+def _first_step(command: list[str], environment: dict[str, str]) -> float:
+    began = time.time()
+    return float(_run(command, environment)) - began
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    """The last line of its output."""
+    done = subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.rstrip().rpartition("\n")[2]
+
+
+def _used() -> float:
+    """Processor time of the processes that have ended."""
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return found.ru_utime + found.ru_stime
