@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks import starting
+from benchmarks import scaling, starting
 from benchmarks.case import Case, Column, Target
 from benchmarks.contestants import ALL
 from benchmarks.ways import OURS, STOCK, WITHOUT, ZERO_WAYS, missing_for_zero
@@ -221,6 +221,22 @@ CASES = {
             (
                 Target("cached", 1.15, ("raw read",), ours="ckpt-run verify"),
                 Target("from disk", 1.15, ("raw read",), ours="ckpt-run verify"),
+            ),
+        ),
+        Case(
+            "scale",
+            "the model of docs/scale.md beside what happens",
+            "benchmarks.scaling",
+            "visit",
+            tuple(scaling.SIZES),
+            (
+                Column(
+                    "stall", "ms", "of a save whose state changes at once: the call and all of the copying"
+                ),
+                Column("stall foretold", "ms"),
+                Column("durable", "s", DURABLE),
+                Column("durable foretold", "s"),
+                Column("off", "x", "how many times as long as the other is the longer of the two, at worst"),
             ),
         ),
     )

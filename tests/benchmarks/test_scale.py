@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks import scale
+from benchmarks import scale, scaling
 from benchmarks.scale import Job, Machine
 
 MACHINE = Machine(copy=2e9, disk=1e9, save=0.01, tensor=1e-5, commit=0.05, vote=0.001)
@@ -70,6 +70,19 @@ def test_every_byte_that_was_saved_is_copied_and_written_once() -> None:
     simulation.run(60)
     assert len(simulation.durable) == len(simulation.began) == 20
     assert simulation.saved == simulation.copied == pytest.approx(simulation.written) == 20 * 400e6
+
+
+def test_the_model_is_held_against_real_saves_and_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"small": scaling.Size(20 * scaling.MB, 10), "few": 4}
+    monkeypatch.setattr(scaling, "SIZES", sizes)
+    told = {name: scaling.visit(name, str(tmp_path)) for name in sizes}
+    pairs = {"stall", "stall foretold", "durable", "durable foretold"}
+    assert told["small"].keys() == pairs | {"off"}
+    assert told["few"].keys() == {"durable", "durable foretold", "off"}
+    assert all(figure > 0 for figures in told.values() for figure in figures.values())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_scenarios_of_the_documentation_are_what_the_model_foretells(
