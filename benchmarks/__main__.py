@@ -44,12 +44,12 @@ def main(
 ) -> None:
     """Measure ckpt-run beside its peers and the limits of this machine.
 
-    Each contestant runs in a process of its own; they take turns, and what is shown are medians over the rounds. All cases take about twenty
-    minutes a round on two idle cores. One round tells where things stand; for figures to quote take five, on a machine that does nothing else.
+    Each contestant runs in a process of its own; they take turns, and what is shown are medians over the rounds. All cases take less
+    than half an hour a round on two idle cores. One round tells where things stand; for figures to quote take five, on a machine that does nothing else.
 
     Example: python -m benchmarks --only save --rounds 5 --folder /data
     """
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
     unknown = set(only or ()) - set(CASES)
     if unknown:
         raise typer.BadParameter(

@@ -88,12 +88,12 @@ class Schedule:
 
     save_steps: int
     saves: int
-    warm_up: int = 4
-    quiet: int = 4
+    warm_up: int = 3
+    quiet: int = 3
 
     @property
     def cooling(self) -> int:
-        return max(self.save_steps, 4)
+        return max(self.save_steps, 3)
 
     @property
     def saved(self) -> list[int]:
