@@ -41,6 +41,8 @@ class Watch(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         step = state.global_step
+        if step == 1:
+            process.forget_peak()  # of imports and of building the model
         if step == self.quiet:
             self.before = process.peak()
             process.forget_peak()
