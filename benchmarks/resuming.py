@@ -35,6 +35,8 @@ def visit(
         environment = {**os.environ, "XDG_STATE_HOME": output_dir}
         _run([CKPT_RUN, *_command(output_dir, model, None)], environment)
         checkpoint = Root.of(output_dir).checkpoint(1).path
+        if not checkpoint.is_dir():
+            raise AssertionError("ckpt-run is off: it has saved nothing")
         command = {
             OURS: [CKPT_RUN, *_command(output_dir, model, True)],
             STOCK: _command(output_dir, model, str(checkpoint)),

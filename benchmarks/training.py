@@ -234,7 +234,8 @@ class Measurement:
 
 
 def decorate(trained: Trainer, **settings: Any) -> Any:
-    from datastates.llm import DecoratedCheckpointing
+    """By ckpt-run, which stays off with a warning where its native module cannot be loaded: nothing must be measured then."""
+    from datastates.llm import DecoratedCheckpointing, attachment  # noqa: F401 - whose error says why
 
     return DecoratedCheckpointing({"trainer": trained, **settings}, -1)
 
