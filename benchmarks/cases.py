@@ -148,11 +148,15 @@ CASES = {
                 ),
                 Column("median", "s", "the same, the median"),
                 Column("from disk", "s", "the same, with none of the files in memory"),
+                Column(
+                    "ratio", "x", "the best over the best of the stock Trainer's starts, which took turns"
+                ),
+                Column("cpu ratio", "x", "the same of processor time, which a busy machine changes less"),
                 Column("verified", "yes", "whether checksums were compared"),
                 Column("cpu", "s", "processor time of one such start"),
                 Column("peak", "MiB", "memory of the process at most"),
             ),
-            (Target("first step", 1.05, (STOCK,)), Target("from disk", 1.05, (STOCK,))),
+            (Target("ratio", 1.05), Target("from disk", 1.05, (STOCK,))),
         ),
         Case(
             "memory",
