@@ -71,7 +71,8 @@ def test_a_sharded_training_is_measured(contestant: str, tmp_path: Path) -> None
     assert figures["synced"] == ZERO_WAYS[contestant].synced
 
 
-@pytest.mark.parametrize("contestant", each("ckpt-run", "stock Trainer"))
+@pytest.mark.campaign
+@pytest.mark.parametrize("contestant", ["ckpt-run", "stock Trainer"])
 def test_a_resume_is_measured_up_to_its_first_step(contestant: str, tmp_path: Path) -> None:
     figures = visited("benchmarks.resuming", contestant, tmp_path, model=TINY, starts=1)
     compared = {"ratio", "cpu ratio"} if contestant == "ckpt-run" else set()

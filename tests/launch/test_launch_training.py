@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from datastates.llm import heartbeat
-from launch_tools import Sandbox, finish, lines
+from launch_tools import Sandbox, commit_checkpoint, finish, lines
 from waiting import until
 
 # A tiny Trainer that saves every 2 of 8 steps, on data loader workers, and is killed once after step 5.
@@ -64,6 +64,9 @@ if sys.argv[1] in TAILS and not os.path.exists("ended"):
 """
 
 
+ALL_STEPS = [str(step) for step in range(1, 9)]
+
+
 @pytest.fixture
 def train(sandbox: Sandbox) -> str:
     return sandbox.script("train.py", TRAIN)
@@ -86,48 +89,48 @@ def test_a_killed_training_goes_on_from_its_newest_checkpoint(sandbox: Sandbox, 
     assert again.stdout.splitlines()[0] == "last step 8"
 
 
-@pytest.mark.parametrize("tail", ["fails", "exits", "is killed"])
+@pytest.mark.parametrize("tail", ["fails", "exits"])
 def test_a_program_that_fails_after_its_training_does_not_train_again(
     tail: str, sandbox: Sandbox, train: str
 ) -> None:
     done = sandbox.run("--max-restarts", "1", sys.executable, train, tail, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "starting it again from step 8 (restart 1 of 1)" in done.stderr
-    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)]
+    assert lines(sandbox.path / "steps") == ALL_STEPS
 
 
-def test_killed_with_its_launcher_after_its_training_it_is_not_over(sandbox: Sandbox, train: str) -> None:
+def test_a_program_that_is_killed_after_its_training_does_not_train_again(
+    sandbox: Sandbox, train: str
+) -> None:
     assert sandbox.run(sys.executable, train, "is killed", timeout=240).returncode == 137
     assert "the program did not end well after it" in sandbox.run("status").stdout
     assert sandbox.run(sys.executable, train, "is killed", timeout=240).returncode == 0
-    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)]
+    assert lines(sandbox.path / "steps") == ALL_STEPS
     assert "did not end well" not in sandbox.run("status").stdout
-    over = sandbox.run(sys.executable, train, "is killed", timeout=240)
-    assert "finished: this one starts from the beginning" in over.stderr
-    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)] * 2
 
 
-def test_a_program_that_ends_well_by_itself_is_over(sandbox: Sandbox, train: str) -> None:
+def test_a_run_that_is_over_is_not_gone_on_with_and_its_checkpoints_move_aside_which_is_told(
+    sandbox: Sandbox, train: str
+) -> None:
     for _ in range(2):
-        assert sandbox.run(sys.executable, train, "exits well", timeout=240).returncode == 0
-    assert lines(sandbox.path / "steps") == [str(step) for step in range(1, 9)] * 2
+        done = sandbox.run(sys.executable, train, "exits well", timeout=240)
+        assert done.returncode == 0, done.stderr
+    assert lines(sandbox.path / "steps") == ALL_STEPS * 2
+    assert "finished: this one starts from the beginning" in done.stderr
+    assert "checkpoint-8 was in the way, and is now" in done.stderr
+    assert status(sandbox)["aside"] == 4
+    assert "aside       4 checkpoints" in sandbox.run("status").stdout
 
 
 def test_resume_never_sets_no_last_step(sandbox: Sandbox, train: str) -> None:
-    sandbox.run(sys.executable, train, "", timeout=240)
+    commit_checkpoint(sandbox.path / "out", 100)
     code = f"import sys; sys.argv[1:] = ['']; exec(open({train!r}).read()); print('then', os.environ.get('CKPT_LAST_STEP'))"
-    done = sandbox.run("--resume", "never", "--output-dir", "out", sys.executable, "-c", code, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == "last step None"
-    assert done.stdout.splitlines()[-1] == "then None"
-
-
-def test_what_is_moved_aside_is_told_at_once_and_by_status(sandbox: Sandbox, train: str) -> None:
-    sandbox.run(sys.executable, train, "", timeout=240)
-    again = sandbox.run("--fresh", sys.executable, train, "", timeout=240)
-    assert "checkpoint-8 was in the way, and is now" in again.stderr
-    assert json.loads(sandbox.run("status", "--json").stdout)["aside"] == 4
-    assert "aside       4 checkpoints" in sandbox.run("status").stdout
+    assert "CKPT_LAST_STEP=100" in sandbox.run("env", "--output-dir", "out").stdout
+    words = ["--output-dir", "out", sys.executable, "-c", code]
+    shown = sandbox.run("--resume", "never", *words, timeout=240)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[0] == "last step None"
+    assert shown.stdout.splitlines()[-1] == "then None"
 
 
 def test_status_tells_why_trainer_saved_by_itself(sandbox: Sandbox, train: str) -> None:
