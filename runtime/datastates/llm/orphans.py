@@ -6,6 +6,7 @@ nobody can change, so it may be copied late like still memory, and needs neither
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,19 @@ from datastates.engine.image import CPU, FileImage, Memory
 
 def hold_still(images: Sequence[FileImage]) -> None:
     """Mark as still the host memory of ``images`` that is theirs alone. To be called when the code that wrote them has returned."""
-    if all(part.still for image in images for part in image.memory):
+    _mark_orphans(images)
+    if _any_left(images):
+        # Stock code may have left what it made in a cycle of its own, until the next collection of what is young.
+        gc.collect(1)
+        _mark_orphans(images)
+
+
+def _any_left(images: Sequence[FileImage]) -> bool:
+    return any(not part.still and part.device == CPU for image in images for part in image.memory)
+
+
+def _mark_orphans(images: Sequence[FileImage]) -> None:
+    if not _any_left(images):
         return
     parts = Counter(id(part.owner) for image in images for part in image.memory)
     for image in images:
