@@ -83,7 +83,6 @@ class Schedule:
     Args:
         save_steps: from one measured save to the next.
         saves: how many are measured.
-        cooling: steps after the last save that belong to it, since it may be in flight then.
     """
 
     save_steps: int
@@ -93,6 +92,7 @@ class Schedule:
 
     @property
     def cooling(self) -> int:
+        """Steps after the last save that belong to it, since it may be in flight then."""
         return max(self.save_steps, 3)
 
     @property

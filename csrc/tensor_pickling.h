@@ -13,7 +13,7 @@
 
 namespace ckpt {
 
-// What every tensor of one kind is pickled like. Mirrors quick_pickle.Kind.
+// What every tensor of one kind is pickled like, as quick_pickle._kind_of tells it.
 struct TensorKind {
   pybind11::object dtype, layout, device;  // decide which kind a tensor is of
   bool ordinary = false;                   // false: torch pickles these

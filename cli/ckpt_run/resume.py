@@ -20,7 +20,7 @@ def announce(env: dict[str, str], output_dir: str | None, guessed: bool = False)
     ``guessed``: the directory is that of the last launch. What is wrong with it is told when it turns out to be the right one.
     """
     never = env.get(environment.RESUME) == "never"
-    found = None if never else step(output_dir, env.get(environment.FRESH), ignore if guessed else _name)
+    found = None if never else step(output_dir, env.get(environment.FRESH), None if guessed else _name)
     environment.set_last_step(env, found)
 
 
@@ -32,7 +32,7 @@ def step(output_dir: str | None, fresh: str | None = None, on_skip: OnSkip | Non
     """
     if output_dir is None or not os.path.isdir(output_dir):
         return None
-    from datastates.store.catalog import resume_point
+    from datastates.store.catalog import ignore, resume_point
 
     try:
         if fresh is not None and _still_to_begin(output_dir, fresh):
@@ -82,10 +82,6 @@ def _still_to_begin(output_dir: str, fresh: str) -> bool:
     except ManifestError:
         return True
     return wants_fresh(record, 0, fresh)
-
-
-def ignore(path: os.PathLike[str], reason: str) -> None:
-    """Where somebody else will tell."""
 
 
 def _name(path: os.PathLike[str], reason: str) -> None:

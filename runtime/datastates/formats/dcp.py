@@ -23,8 +23,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from datastates.engine.image import FileImage
 from datastates.formats.builder import Describe, ImageBuilder
+from datastates.formats.collection import without_garbage_collection
 from datastates.formats.device import CannotImage
-from datastates.formats.torch_zip import Archive, without_garbage_collection
+from datastates.formats.torch_zip import Archive
 
 
 class ItemFile(NamedTuple):

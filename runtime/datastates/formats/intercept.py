@@ -28,9 +28,10 @@ import torch
 
 from datastates.engine.image import FileImage
 from datastates.formats import device, quick_pickle, safetensors_file, self_check
+from datastates.formats.collection import without_garbage_collection
 from datastates.formats.device import CannotImage
 from datastates.formats.quick_pickle import Storages
-from datastates.formats.torch_zip import Archive, ZipRecorder, without_garbage_collection
+from datastates.formats.torch_zip import Archive, ZipRecorder
 
 
 class Sink(Protocol):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import io
 import zipfile
 from collections.abc import Hashable, Iterator
@@ -27,6 +26,7 @@ from datastates.engine._native import begins_with
 from datastates.engine.image import CPU, FileImage, Memory
 from datastates.formats import device
 from datastates.formats.builder import Describe, ImageBuilder
+from datastates.formats.collection import without_garbage_collection
 from datastates.formats.device import CannotImage
 from datastates.formats.kept_layout import KeptLayout, KeptLayouts
 from datastates.formats.quick_pickle import Storages
@@ -299,19 +299,6 @@ def record_prefix(path: str) -> bytes:
     prefix = stem.encode()
     _refuse_descriptor_mark(prefix)
     return prefix
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Tens of thousands of parts without any cycle would set off full collections, each as long as all the rest."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _refuse_descriptor_mark(data: bytes) -> None:

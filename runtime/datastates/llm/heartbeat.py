@@ -15,7 +15,6 @@ logger = log.logger("datastates.llm.decorator")
 SECONDS = 2.0
 """Between two looks. It is written only when there is something new, so that its time tells when training was last seen to move."""
 
-
 LAST_WRITE_SECONDS = 1.0
 """How long :meth:`Pulse.stop` waits for a write that is under way."""
 

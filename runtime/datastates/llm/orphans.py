@@ -18,7 +18,8 @@ from datastates.engine.image import CPU, FileImage, Memory
 
 def hold_still(images: Sequence[FileImage]) -> None:
     """Mark as still the host memory of ``images`` that is theirs alone. To be called when the code that wrote them has returned."""
-    _mark_orphans(images)
+    if _any_left(images):
+        _mark_orphans(images)
     if _any_left(images):
         # Stock code may have left what it made in a cycle of its own, until the next collection of what is young.
         gc.collect(1)
@@ -30,8 +31,6 @@ def _any_left(images: Sequence[FileImage]) -> bool:
 
 
 def _mark_orphans(images: Sequence[FileImage]) -> None:
-    if not _any_left(images):
-        return
     parts = Counter(id(part.owner) for image in images for part in image.memory)
     for image in images:
         image.memory = [

@@ -18,7 +18,7 @@ def at_end(call: Callable[[bool], object]) -> None:
     calls = [call]
 
     def end() -> None:
-        while os.getpid() == process and calls:
+        if os.getpid() == process and calls:
             calls.pop()(_failed())
 
     atexit.register(end)

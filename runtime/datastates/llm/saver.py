@@ -12,7 +12,7 @@ from pathlib import Path
 
 from datastates.engine import Engine, PendingFile, Ticket
 from datastates.formats import intercept
-from datastates.formats.torch_zip import without_garbage_collection
+from datastates.formats.collection import without_garbage_collection
 from datastates.llm import log, trouble
 from datastates.llm.committer import Committer
 from datastates.llm.fence import FENCE
